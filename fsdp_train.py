@@ -189,8 +189,6 @@ def parse_config(hparams: dict[str, Any], ranks: int, local_ranks: int) -> Confi
         unfit.append(f"n_heads = {c.n_heads} does not divide d_model = {c.d_model}: use {fit}")
     if c.branching and c.vocab_size and c.branching > c.vocab_size:
         unfit.append(f"branching = {c.branching} is more than vocab_size = {c.vocab_size}: use at most that")
-    if c.warmup_steps and c.max_steps and c.warmup_steps > c.max_steps:
-        unfit.append(f"warmup_steps = {c.warmup_steps} is more than max_steps = {c.max_steps}: use at most that")
     if c.sharding == "hybrid" and local_ranks == 1 < ranks:
         unfit.append("sharding = hybrid shards inside a node, but each node has one rank: use full")
     if wrong:
@@ -225,7 +223,11 @@ def read_experiment(args: argparse.Namespace) -> tuple[dict[str, Any], int, int]
     if not isinstance(experiment, dict) or not isinstance(experiment.get("hyperparameters"), dict):
         raise ConfigError(f"--config {args.config}: no `hyperparameters:` section; it must be an experiment config")
     hparams = dict(experiment["hyperparameters"])
-    seed = (experiment.get("reproducibility") or {}).get("experiment_seed")
+
+    def get(section: str, key: str) -> Any:
+        return experiment[section].get(key) if isinstance(experiment.get(section), dict) else None
+
+    seed = get("reproducibility", "experiment_seed")
     if type(seed) is not int or not 0 <= seed < 2**32:
         raise ConfigError(f"{args.config}: reproducibility.experiment_seed = {seed}: must be from 0 to 2^32 - 1")
     for word in args.overrides:
@@ -236,11 +238,11 @@ def read_experiment(args: argparse.Namespace) -> tuple[dict[str, Any], int, int]
             hparams[key] = yaml_safe_load(text)
         except YAMLError:
             raise ConfigError(f"argument {word!r}: the value is not YAML") from None
-    slots = (experiment.get("resources") or {}).get("slots_per_trial", 1)
+    slots = get("resources", "slots_per_trial")
     if args.dry_run:
         slots = hparams.pop("slots_per_trial", slots)
     try:
-        return hparams, seed, parse_value("slots_per_trial", slots, int)
+        return hparams, seed, parse_value("slots_per_trial", slots, int | None) or 1
     except ValueError as problem:
         raise ConfigError(f"slots_per_trial = {slots}: {problem}") from None
 
@@ -335,9 +337,12 @@ def shard(model: nn.Module, config: Config, device: torch.device, amp_dtype: tor
     # In place and below FSDP: parameter names stay as they are, and the recomputation needs no gather of its own.
     for block in (module for module in model.modules() if isinstance(module, Block)):
         if config.compile:
-            block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]
+            # With torch's own random numbers, so that dropout is the same as without compile.
+            block.forward = torch.compile(block.forward, dynamic=False, options={"fallback_random": True})  # type: ignore[method-assign]
         if config.activation_checkpointing:
-            block.forward = functools.partial(recompute_in_backward, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+            block.forward = functools.partial(  # type: ignore[method-assign]
+                recompute_in_backward, block.forward, use_reentrant=False, preserve_rng_state=config.dropout > 0
+            )
 
     ranks = dist.get_world_size()
     shards = count_shards(config, ranks, int(os.environ["LOCAL_WORLD_SIZE"]))
@@ -357,11 +362,10 @@ def shard(model: nn.Module, config: Config, device: torch.device, amp_dtype: tor
         use_orig_params=True,
         forward_prefetch=True,
     )
-    units = sum(isinstance(module, FSDP) for module in fsdp_model.modules()) - 1  # less the root
-    if units != config.n_layers + 2:
-        raise RuntimeError(
-            f"{units} FSDP units, not n_layers + 2 = {config.n_layers + 2}: UNITS does not fit the model"
-        )
+    # A class that matches nothing would leave one big unit, gathered whole, and no error.
+    found = [unit for unit in UNITS if any(isinstance(module, unit) for module in fsdp_model.modules())]
+    if len(found) < len(UNITS):
+        raise RuntimeError(f"UNITS = {UNITS}, but the model has only modules of {found}")
     return fsdp_model
 
 
@@ -475,18 +479,19 @@ def validate(model: FSDP, data: SyntheticTokens, config: Config, amp_dtype: torc
     return loss.item() / dist.get_world_size()
 
 
-def training_metrics(state: TrainState, sums: Tensor, steps: int, seconds: float, config: Config) -> dict[str, float]:
-    """Means over all ranks and the last `steps` steps, which took `seconds`. COLLECTIVE.
+def training_metrics(state: TrainState, sums: Tensor, steps: int, since: float, config: Config) -> dict[str, float]:
+    """Means over all ranks and the last `steps` steps, the first of which began at `since`. COLLECTIVE.
 
     `sums` holds this rank's sums of loss, gradient norm and 1 over those of the steps that were not skipped.
     """
-    memory = (
-        torch.cuda.max_memory_allocated() if sums.is_cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    )
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if sums.is_cuda:
+        memory = torch.cuda.max_memory_allocated()
     peak = torch.tensor(memory / 2**30, device=sums.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)  # COLLECTIVE
     dist.all_reduce(sums)  # COLLECTIVE
-    loss, grad_norm, applied = (sums / dist.get_world_size()).tolist()  # waits for the device
+    loss, grad_norm, applied = (sums / dist.get_world_size()).tolist()  # waits for the device: time after it
+    seconds = time.perf_counter() - since
     metrics = {"loss": loss / applied, "grad_norm": grad_norm / applied} if applied else {}
     metrics["lr"] = learning_rate(state.step, config)
     if state.scaler.is_enabled():
@@ -824,9 +829,8 @@ def train(
     sums = torch.zeros(3, device=device)  # of loss, gradient norm and 1, since the last report
     first_step = reported_step = state.step
     start = reported_at = time.perf_counter()
-    bar = tqdm(
-        initial=first_step, total=config.max_steps, unit="step", disable=bool(rank) or None
-    )  # None: off a terminal
+    hidden = True if rank else None  # None: where there is no terminal
+    bar = tqdm(initial=first_step, total=config.max_steps, unit="step", disable=hidden)
     with trace_steps(core_context, config) as trace, logging_redirect_tqdm(), bar:
         for step in range(first_step + 1, config.max_steps + 1):
             is_last = step == config.max_steps
@@ -850,18 +854,16 @@ def train(
             if not report_due:
                 continue
 
-            metrics = training_metrics(state, sums, step - reported_step, time.perf_counter() - reported_at, config)
+            metrics = training_metrics(state, sums, step - reported_step, reported_at, config)
             # All ranks hold the same numbers, so all go the same way. At a scale below 1, float16 overflows for good.
             if not all(math.isfinite(m) for m in metrics.values()) or metrics.get("loss_scale", 1) < 1:
                 stop(
                     f"training is not finite in steps {reported_step + 1}..{step}: {metrics}. Nothing was saved from "
                     "them: go on from the checkpoint before, with a lower lr, a longer warm-up or amp_dtype = null"
                 )
-            eta = timedelta(
-                seconds=round((time.perf_counter() - start) / (step - first_step) * (config.max_steps - step))
-            )
+            seconds = (time.perf_counter() - start) / (step - first_step) * (config.max_steps - step)
             text = " | ".join(f"{name} {value:.5g}" for name, value in metrics.items())
-            log.info("step %d/%d | %s | ETA %s", step, config.max_steps, text, eta)
+            log.info("step %d/%d | %s | ETA %s", step, config.max_steps, text, timedelta(seconds=round(seconds)))
             if rank == 0:
                 core_context.train.report_training_metrics(step, metrics)
                 core_context.train.report_progress(step / config.max_steps)
@@ -888,7 +890,8 @@ def train(
             reported_step, reported_at = step, time.perf_counter()
     text = f"loss {metrics['loss']:.4f}, " if "loss" in metrics else ""
     log.info("done: %svalidation_loss %.4f, floor %.4f", text, validation_loss, validation_data.entropy)
-    log.info("checkpoint %s; to go on from it, raise max_steps and resume", checkpoint)
+    way = "--resume latest max_steps=N" if trial_id is None else "det experiment continue, with a higher max_steps"
+    log.info("checkpoint %s; to go on from it: %s", checkpoint, way)
 
 
 def connect(on_cluster: bool) -> core.DistributedContext:
