@@ -7,8 +7,8 @@
 On a cluster the hyperparameters are the experiment's; locally they are those of --config (default config.yaml) with the
 key=value overrides. --dry-run says what a run would do and cost, and stops.
 
-To train something else, change `build_model` and `UNITS` (your model, and its modules that FSDP gathers one at a time),
-`build_data` (your tokens), and the fields of `Config` with their values in config.yaml.
+To train something else, change `build_model`, `BLOCK` and `UNITS` (your model, and its modules that FSDP gathers one at
+a time), `build_data` (your tokens), and the fields of `Config` with their values in config.yaml.
 
 Units: a step is an optimizer step over `global_batch_size` sequences, a loss is in nats per token, a size in bytes.
 COLLECTIVE marks what all ranks must reach, in the same order.
@@ -66,8 +66,10 @@ from model import Block, Embedding, Head, Transformer
 
 log = logging.getLogger("fsdp_train")
 
+# The module that the model repeats, which is compiled and recomputed.
+BLOCK = Block
 # FSDP gathers a module of these classes whole just before it runs, and frees it just after.
-UNITS = (Embedding, Block, Head)
+UNITS = (Embedding, BLOCK, Head)
 # The hyperparameters that fix the shapes of the weights.
 SHAPE = ("vocab_size", "max_seq_len", "d_model", "n_heads", "n_layers")
 # How long a collective waits for a rank that does not come: longer than any rank works alone, reading a checkpoint.
@@ -299,10 +301,7 @@ def build_model(config: Config) -> nn.Module:
 def build_data(
     config: Config, seed: int, rank: int, ranks: int, device: torch.device
 ) -> tuple[SyntheticTokens, SyntheticTokens]:
-    """Training and validation data: endless iterators over this rank's (B, T + 1) tokens of each global batch.
-
-    A validation draws one whole cycle of its stream, so all validations see the same sequences.
-    """
+    """Training and validation data: endless iterators over this rank's (B, T + 1) tokens of each global batch."""
     train_seed, validation_seed = (int(s) >> 1 for s in np.random.SeedSequence(seed).generate_state(2, np.uint64))
     stream = functools.partial(
         SyntheticTokens,
@@ -335,7 +334,7 @@ def materialise(module: nn.Module, device: torch.device) -> None:
 def shard(model: nn.Module, config: Config, device: torch.device, amp_dtype: torch.dtype | None) -> FSDP:
     """`model` under FSDP: weights, gradients and optimizer state split over the ranks, one unit gathered at a time."""
     # In place and below FSDP: parameter names stay as they are, and the recomputation needs no gather of its own.
-    for block in (module for module in model.modules() if isinstance(module, Block)):
+    for block in (module for module in model.modules() if isinstance(module, BLOCK)):
         if config.compile:
             # With torch's own random numbers, so that dropout is the same as without compile.
             block.forward = torch.compile(block.forward, dynamic=False, options={"fallback_random": True})  # type: ignore[method-assign]
@@ -466,8 +465,9 @@ def train_step(
 
 @torch.no_grad()  # torch.inference_mode() would break FSDP's next training forward
 def validate(model: FSDP, data: SyntheticTokens, config: Config, amp_dtype: torch.dtype | None) -> float:
-    """Mean loss over one cycle of the validation data. COLLECTIVE."""
+    """Mean loss over the first batches of the validation data, the same ones every time. COLLECTIVE."""
     model.eval()
+    data.load_state_dict({"position": 0})
     losses = []
     for _ in range(config.validation_batches):
         tokens = next(data)
@@ -753,13 +753,14 @@ def describe(config: Config, seed: int, ranks: int, local_ranks: int, amp_dtype:
     model = build_model(config)
     data, _ = build_data(config, seed, 0, ranks, torch.device("cpu"))
     with FlopCounterMode(display=False) as flops:
-        model(torch.zeros((1, config.max_seq_len), dtype=torch.long, device="meta")).sum().backward()
+        tokens = torch.zeros((1, config.max_seq_len), dtype=torch.long, device=next(model.parameters()).device)
+        model(tokens).sum().backward()
     n = sum(p.numel() for p in model.parameters())
     shards = count_shards(config, ranks, local_ranks)
     replicas = ranks // shards
     rows = config.global_batch_size // ranks
     micro_batches = rows // (config.micro_batch_size or rows)
-    tokens = config.global_batch_size * config.max_seq_len
+    step_tokens = config.global_batch_size * config.max_seq_len
     dtype, reduce_dtype = amp_dtype or torch.float32, reduction_dtype(config, amp_dtype)
     # A rank receives what it lacks for each micro-batch: of the parameters twice, of the gradients to sum up once; with
     # replicas also their sums of its shard, there and back.
@@ -776,10 +777,10 @@ def describe(config: Config, seed: int, ranks: int, local_ranks: int, amp_dtype:
         "ranks": f"{ranks}: {ranks // local_ranks} node(s) x {local_ranks}; {replicas} replica(s) x {shards} shard(s)",
         "precision": f"{amp_dtype or 'float32'} ({why}); parameters and autocast {dtype}, reduction {reduce_dtype}, "
         f"master weights and Adam torch.float32, loss scaler {'on' if amp_dtype == torch.float16 else 'off'}",
-        "step": f"{config.global_batch_size} sequences x {config.max_seq_len} = {tokens:,} tokens; each rank "
+        "step": f"{config.global_batch_size} sequences x {config.max_seq_len} = {step_tokens:,} tokens; each rank "
         f"{micro_batches} micro-batch(es) of {rows // micro_batches} sequences; "
         f"{flops.get_total_flops() * config.global_batch_size:.3g} FLOPs",
-        "run": f"{config.max_steps:,} steps, {config.max_steps * tokens:,} tokens; seed {seed}",
+        "run": f"{config.max_steps:,} steps, {config.max_steps * step_tokens:,} tokens; seed {seed}",
         "periods": f"report every {config.reporting_period}, validation every {config.validation_period}, "
         f"checkpoint every {config.checkpoint_period} steps",
         "memory": f"{size(4 * shard)} a rank: weights {size(shard)}, gradients {size(shard)}, Adam {size(2 * shard)}; "
