@@ -857,10 +857,12 @@ def train(
 
             metrics = training_metrics(state, sums, step - reported_step, reported_at, config)
             # All ranks hold the same numbers, so all go the same way. At a scale below 1, float16 overflows for good.
-            if not all(math.isfinite(m) for m in metrics.values()) or metrics.get("loss_scale", 1) < 1:
+            least = {"loss_scale": 1.0}
+            bad = [f"{k} = {v:g}" for k, v in metrics.items() if not least.get(k, -math.inf) <= v < math.inf]
+            if bad:
                 stop(
-                    f"training is not finite in steps {reported_step + 1}..{step}: {metrics}. Nothing was saved from "
-                    "them: go on from the checkpoint before, with a lower lr, a longer warm-up or amp_dtype = null"
+                    f"training is not finite in steps {reported_step + 1}..{step}: {', '.join(bad)}. Nothing was saved "
+                    "from them: go on from the checkpoint before, with a lower lr, a longer warm-up or amp_dtype = null"
                 )
             seconds = (time.perf_counter() - start) / (step - first_step) * (config.max_steps - step)
             text = " | ".join(f"{name} {value:.5g}" for name, value in metrics.items())
