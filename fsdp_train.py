@@ -136,7 +136,7 @@ def parse_value(name: str, value: Any, hint: Any) -> Any:
     kind = choices[0] if choices else hint
     try:
         number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     low, high = RANGES.get(name, (1 if kind is int else sys.float_info.min, math.inf))
     if low <= number <= high and math.isfinite(number) and (kind is float or number.is_integer()):
@@ -220,7 +220,7 @@ def read_experiment(args: argparse.Namespace) -> tuple[dict[str, Any], int, int]
     """Hyperparameters with the overrides, seed, and slots of a local run. Raises ConfigError if the file has none."""
     try:
         experiment = yaml_safe_load(args.config.read_text())
-    except (OSError, UnicodeDecodeError, YAMLError) as problem:
+    except (OSError, ValueError, YAMLError) as problem:
         raise ConfigError(f"--config {args.config}: cannot be read: {problem}") from None
     if not isinstance(experiment, dict) or not isinstance(experiment.get("hyperparameters"), dict):
         raise ConfigError(f"--config {args.config}: no `hyperparameters:` section; it must be an experiment config")
@@ -238,7 +238,7 @@ def read_experiment(args: argparse.Namespace) -> tuple[dict[str, Any], int, int]
             raise ConfigError(f"argument {word!r}: must be key=value, such as max_steps=100")
         try:
             hparams[key] = yaml_safe_load(text)
-        except YAMLError:
+        except (ValueError, YAMLError):
             raise ConfigError(f"argument {word!r}: the value is not YAML") from None
     slots = get("resources", "slots_per_trial")
     if args.dry_run:
@@ -551,7 +551,7 @@ def find_boxes(tensors: dict[str, Tensor], names: dict[str, Any], layout: Layout
     boxes = {}
     for key, tensor in tensors.items():
         start, shape = layout[names[key][1]] if tensor.ndim else (0, tensor.shape)
-        for offsets, box in cut(tensor.detach().flatten(), start, shape):
+        for offsets, box in cut(tensor.detach().view(-1), start, shape):
             place = ChunkStorageMetadata(torch.Size(offsets), box.shape)
             boxes[MetadataIndex(key, place.offsets)] = place, box, shape
     return boxes
@@ -601,7 +601,8 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
 def tensors(state: TrainState) -> dict[str, Any]:
     """This rank's stretches of weights and optimizer state, by parameter. Loading writes into them."""
     named = named_parameters(state.model)
-    return {"model": dict(named), "optimizer": {name: state.optimizer.state[p] for name, p in named}}
+    # An empty stretch gets no gradient, so its step count stands still: it must not be saved as the parameter's.
+    return {"model": dict(named), "optimizer": {name: state.optimizer.state[p] for name, p in named if p.numel()}}
 
 
 def checksum(path: Path) -> int:
@@ -731,7 +732,7 @@ def load(
 def find_checkpoint(resume: str, directory: Path) -> str:
     """The UUID that --resume means: itself, or for `latest` that of the whole checkpoint with the most steps."""
     if resume != "latest":
-        if not (directory / resume).is_dir():
+        if resume not in {path.name for path in directory.glob("*")}:
             stop(f"--resume {resume}: there is no such checkpoint in {directory}")
         return resume
     found = []
@@ -858,7 +859,7 @@ def train(
             metrics = training_metrics(state, sums, step - reported_step, reported_at, config)
             # All ranks hold the same numbers, so all go the same way. At a scale below 1, float16 overflows for good.
             least = {"loss_scale": 1.0}
-            bad = [f"{k} = {v:g}" for k, v in metrics.items() if not least.get(k, -math.inf) <= v < math.inf]
+            bad = [f"{k} = {v:g}" for k, v in metrics.items() if not math.isfinite(v) or v < least.get(k, v)]
             if bad:
                 stop(
                     f"training is not finite in steps {reported_step + 1}..{step}: {', '.join(bad)}. Nothing was saved "
@@ -969,7 +970,7 @@ def main() -> None:
     except det.InvalidHP as problem:
         if not info:
             stop(str(problem))
-        log.error("%s", problem)
+        log.warning("%s", problem)  # rank 0 only
         with core.init(distributed=core.DistributedContext.from_torch_distributed()):
             raise  # the master wants to hear of it from every rank
     if args.dry_run:
@@ -977,7 +978,9 @@ def main() -> None:
             choice = choose_amp_dtype(config.amp_dtype, "cuda", (8, 0), "if every GPU has")
             print(describe(config, seed, ranks, local_ranks, *choice))
         return
-    checkpoint = info.latest_checkpoint if info else args.resume and find_checkpoint(args.resume, args.checkpoint_dir)
+    checkpoint = info.latest_checkpoint if info else None
+    if args.resume is not None:
+        checkpoint = find_checkpoint(args.resume, args.checkpoint_dir)
 
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -990,7 +993,7 @@ def main() -> None:
         except det.InvalidHP as problem:
             if not info:
                 stop(str(problem))
-            log.error("%s", problem)
+            log.warning("%s", problem)  # rank 0 only
             raise
     dist.destroy_process_group()  # only after success: it would hide an error, or wait for a rank that is gone
 

@@ -96,8 +96,9 @@ def launch_line(
         archive.add(workdir, ".")
     master.context = context.getvalue()
     env = task_environment(master, workdir, entrypoint, hparams, options)
-    storage = json.loads(env["DET_EXPERIMENT_CONFIG"])["checkpoint_storage"]["container_path"]
-    visible = [str(Path(path).resolve()) for path in (storage, sys.prefix, sys.base_prefix)]
+    storage = json.loads(env["DET_EXPERIMENT_CONFIG"])["checkpoint_storage"]
+    needed = (storage.get("container_path", "/"), sys.prefix, sys.base_prefix)
+    visible = [str(Path(path).resolve()) for path in needed]
     command = ["unshare", "-m", "sh", "-c", CONTAINER, "container", *(p for p in visible if p.startswith("/tmp/"))]
     containers = [
         (command, env | {f"DET_{name.upper()}_ID": f"{name}-{node}" for name in ("agent", "container")})

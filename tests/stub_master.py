@@ -104,7 +104,7 @@ class StubMaster:
     containers: list[tuple[str, int]] = field(default_factory=lambda: [("127.0.0.1", 2)])  # address, slots
     context: bytes = b""  # the .tar.gz that containers unpack in their working directory
 
-    requests: list[tuple[str, str, Any]] = field(default_factory=list, init=False)
+    requests: list[tuple[str, Any]] = field(default_factory=list, init=False)
     violations: list[str] = field(default_factory=list, init=False)
     redelivered: list[str] = field(default_factory=list, init=False)
     rows: list[Row] = field(default_factory=list, init=False)
@@ -204,7 +204,7 @@ class StubMaster:
         """Answers one request, "METHOD path?query"; None means that the connection is closed instead."""
         body = parse(raw)
         with self._changed:
-            self.requests.append((*request.split(" ", 1), body))  # type: ignore[arg-type]
+            self.requests.append((request, body))
             matching = (f for f in self._faults if f.count != 0 and re.search(f.pattern, request))
             fault = next(matching, Fault("none", "", None))
             fault.count = fault.count and fault.count - 1
