@@ -440,6 +440,25 @@ def next_token_loss(model: nn.Module, tokens: Tensor, amp_dtype: torch.dtype | N
         return F.nll_loss(log_probs.flatten(0, 1), tokens[:, 1:].flatten())
 
 
+def clip_grad_norm(fsdp_model: FSDP, max_norm: float) -> Tensor:
+    """Scale the gradients to an L2 norm over all shards of at most `max_norm`; returns what it was. COLLECTIVE.
+
+    torch.nn.utils' would see this rank's shards only. That of FSDP in torch 2.3 adds up in the order of a set, which is
+    another in each process, and so would a resumed run differ in the last bit.
+    """
+    grads = [p.grad for p in fsdp_model.parameters() if p.grad is not None]
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
+    total = torch.stack([torch.zeros((), device=fsdp_model.compute_device), *norms]).square().sum()
+    dist.all_reduce(
+        total, group=fsdp_model.process_group
+    )  # COLLECTIVE; over the shards, of which replicas have the same
+    norm = total.sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1)
+    for grad in grads:
+        grad.mul_(factor)
+    return norm
+
+
 def train_step(
     state: TrainState, tokens: Tensor, config: Config, amp_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
@@ -456,7 +475,7 @@ def train_step(
         loss_sum += loss.detach()
     # The order matters: the norm is that of unscaled gradients, and the scaler looks at them before they are clipped.
     state.scaler.unscale_(state.optimizer)
-    grad_norm = state.model.clip_grad_norm_(config.max_grad_norm)  # FSDP's own: torch.nn.utils' sees one shard
+    grad_norm = clip_grad_norm(state.model, config.max_grad_norm)
     state.scaler.step(state.optimizer)
     state.scaler.update()
     state.optimizer.zero_grad()

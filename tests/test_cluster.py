@@ -387,11 +387,11 @@ SHARD_GROUPS = """
 import runpy
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-clip = FSDP.clip_grad_norm_
-def clip_and_tell(self, *arguments):
+build = FSDP.__init__
+def build_and_tell(self, *arguments, **options):
+    build(self, *arguments, **options)
     print("shard group", dist.get_process_group_ranks(self.process_group), flush=True)
-    return clip(self, *arguments)
-FSDP.clip_grad_norm_ = clip_and_tell
+FSDP.__init__ = build_and_tell
 runpy.run_path("fsdp_train.py", run_name="__main__")
 """
 

@@ -287,7 +287,7 @@ def probe(config: fsdp_train.Config, amp_dtype: torch.dtype | None) -> tuple[Dty
     for group in state.optimizer.param_groups:
         group["lr"] = 1e-3
     seen = Probe()
-    next_token_loss, clip = fsdp_train.next_token_loss, state.model.clip_grad_norm_
+    next_token_loss, clip = fsdp_train.next_token_loss, fsdp_train.clip_grad_norm
 
     def forward(*arguments: Any) -> Tensor:
         seen.phase = "forward"
@@ -296,9 +296,9 @@ def probe(config: fsdp_train.Config, amp_dtype: torch.dtype | None) -> tuple[Dty
         seen.add("loss", loss)
         return loss
 
-    def clip_and_look(max_norm: float) -> Tensor:
-        seen.add("gradients", [p.grad for p in state.model.parameters()])
-        return clip(max_norm)
+    def clip_and_look(model: FSDP, max_norm: float) -> Tensor:
+        seen.add("gradients", [p.grad for p in model.parameters()])
+        return clip(model, max_norm)
 
     def spy(kind: str, collective: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -309,7 +309,7 @@ def probe(config: fsdp_train.Config, amp_dtype: torch.dtype | None) -> tuple[Dty
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(fsdp_train, "next_token_loss", forward))
-        stack.enter_context(patch.object(state.model, "clip_grad_norm_", clip_and_look))
+        stack.enter_context(patch.object(fsdp_train, "clip_grad_norm", clip_and_look))
         for kind, names in COLLECTIVES.items():
             for name in (name for name in names if hasattr(dist, name)):
                 stack.enter_context(patch.object(dist, name, spy(kind, getattr(dist, name))))
