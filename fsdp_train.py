@@ -193,6 +193,8 @@ def parse_config(hparams: dict[str, Any], ranks: int, local_ranks: int) -> Confi
         unfit.append(f"branching = {c.branching} is more than vocab_size = {c.vocab_size}: use at most that")
     if c.sharding == "hybrid" and local_ranks == 1 < ranks:
         unfit.append("sharding = hybrid shards inside a node, but each node has one rank: use full")
+    if c.compile and c.activation_checkpointing and torch.__version__ < "2.4":
+        unfit.append(f"compile and activation_checkpointing fail together in torch {torch.__version__}: turn one off")
     if wrong:
         raise ConfigError("\n  ".join(["hyperparameters:", *wrong, *unfit]))
     if unfit:
