@@ -177,8 +177,19 @@ def leave() -> None:
     dist.destroy_process_group()
 
 
+def agree_on_port(note: Path) -> int:
+    """A free port, which rank 0 writes down and the others read."""
+    if os.environ["RANK"] == "0":
+        with socket.create_server(("", 0)) as server:
+            note.with_suffix(".partial").write_text(str(server.getsockname()[1]))
+        note.with_suffix(".partial").rename(note)
+    while not note.exists():
+        time.sleep(0.01)
+    return int(note.read_text())
+
+
 @contextlib.contextmanager
-def world(name: str, port: int, storage: Path) -> Iterator[core.Context | None]:
+def world(name: str, storage: Path, note: str) -> Iterator[core.Context | None]:
     """A process group of its own over the first ranks; None on the others."""
     ranks, local_ranks = WORLDS[name]
     rank = int(os.environ["RANK"])
@@ -186,7 +197,11 @@ def world(name: str, port: int, storage: Path) -> Iterator[core.Context | None]:
         yield None
         return
     places = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": local_ranks, "LOCAL_RANK": rank % local_ranks}
-    places |= {"GROUP_RANK": rank // local_ranks, "GROUP_WORLD_SIZE": ranks // local_ranks, "MASTER_PORT": port}
+    places |= {
+        "GROUP_RANK": rank // local_ranks,
+        "GROUP_WORLD_SIZE": ranks // local_ranks,
+        "MASTER_PORT": agree_on_port(storage / note),
+    }
     before = dict(os.environ)
     os.environ |= {variable: str(value) for variable, value in places.items()}
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # its keys are those of the first process group
@@ -198,7 +213,7 @@ def world(name: str, port: int, storage: Path) -> Iterator[core.Context | None]:
     os.environ |= before
 
 
-def elastic(core_context: core.Context, storage: Path, ports: list[int]) -> dict[Any, Any]:
+def elastic(core_context: core.Context, storage: Path) -> dict[Any, Any]:
     """On each world an undisturbed run and one that stops; then each of these resumed on every other world."""
     leave()
 
@@ -211,19 +226,19 @@ def elastic(core_context: core.Context, storage: Path, ports: list[int]) -> dict
 
     results: dict[Any, Any] = {}
     for name in WORLDS:
-        with world(name, ports.pop(), storage) as here:
+        with world(name, storage, f"first {name}") as here:
             if here:
                 results[name, "straight"] = observe(here, config_of(name))
                 results[name, "half"] = observe(here, config_of(name), stop=HALF, gather=True)
                 if dist.get_rank() == 0:
                     (storage / f"of {name}").write_text(results[name, "half"].saved[-1][1])
     for name in WORLDS:
-        with world(name, ports.pop(), storage) as here:
+        with world(name, storage, f"second {name}") as here:
             for other in WORLDS:
                 if here and other != name:
                     uuid = (storage / f"of {other}").read_text()
                     results[other, name] = observe(here, config_of(name), checkpoint=uuid, gather=True)
-    os.environ["MASTER_PORT"] = str(ports.pop())
+    os.environ["MASTER_PORT"] = str(agree_on_port(storage / "end"))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     dist.init_process_group("gloo")
     return results
@@ -233,11 +248,7 @@ def elastic(core_context: core.Context, storage: Path, ports: list[int]) -> dict
 def elastic_runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     folder = tmp_path_factory.mktemp("elastic")
     (folder / "storage").mkdir()
-    servers = [socket.create_server(("", 0)) for _ in range(2 * len(WORLDS) + 1)]
-    ports = [server.getsockname()[1] for server in servers]
-    for server in servers:
-        server.close()
-    return on_ranks(elastic, 4, folder, folder / "storage", ports)
+    return on_ranks(elastic, 4, folder, folder / "storage")
 
 
 def global_batch(runs: list[dict[Any, Any]], key: tuple[str, str], name: str, step: int) -> Tensor:
@@ -245,7 +256,7 @@ def global_batch(runs: list[dict[Any, Any]], key: tuple[str, str], name: str, st
     return torch.cat([results[key].batches[step] for results in runs[: WORLDS[name][0]]])
 
 
-@pytest.mark.parametrize(("other", "name"), list(itertools.permutations(WORLDS, 2)), ids=" to ".join)
+@pytest.mark.parametrize(("other", "name"), list(itertools.permutations(WORLDS, 2)))
 def test_another_number_of_ranks_goes_on(elastic_runs: list[dict[Any, Any]], other: str, name: str) -> None:
     half = elastic_runs[0][other, "half"]
     assert len(half.saved_whole) == 4 * (2 + 6 + 2)  # of embedding, blocks and head: a weight and its Adam state
