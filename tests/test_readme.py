@@ -76,6 +76,7 @@ def test_options_named_are_the_scripts(monkeypatch: pytest.MonkeyPatch, capsys: 
         "--follow-first-trial",
         "--standalone",
         "--nproc-per-node",
+        "--nnodes",
         "--best",
         "--output-dir",
         "--kills",
