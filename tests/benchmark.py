@@ -53,6 +53,8 @@ CUDA = torch.cuda.is_available()
 CORES = len(os.sched_getaffinity(0))
 DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if CUDA else torch.device("cpu")
 DTYPES = {"fp32": None, "bf16": "bfloat16"} | ({"fp16": "float16"} if CUDA else {})
+# torch 2.3 cannot compile under CPU's autocast.
+EAGER_OR_COMPILED = (False, True) if CUDA or torch.__version__ >= "2.4" else (False,)
 Seconds = dict[str, list[float]]  # of each thing, in each round
 
 SHIPPED = yaml_safe_load((ROOT / "config.yaml").read_text())["hyperparameters"]
@@ -297,7 +299,7 @@ def speed(_: core.Context, rounds: int) -> list[Row]:
     rates: Seconds = defaultdict(list)
     memory: dict[str, float] = {}
     for name, amp in DTYPES.items():
-        for compiled in (False, True):
+        for compiled in EAGER_OR_COMPILED:
             config, amp_dtype = prepare(1, **MEDIUM, amp_dtype=amp, compile=compiled)
             key = f"{name}{' compiled' * compiled}"
             actions[key] = stepper(config, amp_dtype)
@@ -315,14 +317,14 @@ def speed(_: core.Context, rounds: int) -> list[Row]:
     rows = []
     for name in DTYPES:
         peaks = rates[name][-rounds:]
-        for key in (name, f"{name} compiled"):
+        for key in (f"{name}{' compiled' * compiled}" for compiled in EAGER_OR_COMPILED):
             note = f"{tokens / statistics.median(seconds[key]):,.0f} tokens/s; peak {max(peaks) / 1e9:,.0f} GFLOP/s"
             note += f"; {memory[key]:.3g} GiB, of all states at once" if CUDA else ""
             reached = over([flops / s for s in seconds[key]], peaks)
             rows.append(Row(f"FLOP/s / matrix products, {key}", reached, low=bars.get(key, -math.inf), note=note))
     for name in list(DTYPES)[1:]:
         rows.append(Row(f"speed-up of {name} over fp32", over(seconds["fp32"], seconds[name]), low=1.8))
-    for name in DTYPES:
+    for name in DTYPES if True in EAGER_OR_COMPILED else ():
         low = 1.3 if name == "bf16" else -math.inf
         rows.append(Row(f"speed-up of compile, {name}", over(seconds[name], seconds[f"{name} compiled"]), low=low))
     return rows
