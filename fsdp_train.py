@@ -446,14 +446,13 @@ def clip_grad_norm(fsdp_model: FSDP, max_norm: float) -> Tensor:
     """Scale the gradients to an L2 norm over all shards of at most `max_norm`; returns what it was. COLLECTIVE.
 
     torch.nn.utils' would see this rank's shards only. That of FSDP in torch 2.3 adds up in the order of a set, which is
-    another in each process, and so would a resumed run differ in the last bit.
+    another in each process: a resumed run would differ in the last bit.
     """
     grads = [p.grad for p in fsdp_model.parameters() if p.grad is not None]
     norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
     total = torch.stack([torch.zeros((), device=fsdp_model.compute_device), *norms]).square().sum()
-    dist.all_reduce(
-        total, group=fsdp_model.process_group
-    )  # COLLECTIVE; over the shards, of which replicas have the same
+    # COLLECTIVE over the ranks of a shard group; replicas hold the same gradients.
+    dist.all_reduce(total, group=fsdp_model.process_group)
     norm = total.sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1)
     for grad in grads:
@@ -996,7 +995,7 @@ def main() -> None:
             raise  # the master wants to hear of it from every rank
     if args.dry_run:
         if rank == 0:
-            choice = choose_amp_dtype(config.amp_dtype, "cuda", (8, 0), "if every GPU has")
+            choice = choose_amp_dtype(config.amp_dtype, "cuda", (8, 0), "GPUs assumed")
             print(describe(config, seed, ranks, local_ranks, *choice))
         return
     checkpoint = info.latest_checkpoint if info else None
