@@ -17,6 +17,7 @@ COLLECTIVE marks what all ranks must reach, in the same order.
 import argparse
 import difflib
 import functools
+import io
 import json
 import logging
 import math
@@ -47,6 +48,7 @@ from determined import core
 from determined.common.util import yaml_safe_load
 from ruamel.yaml.error import YAMLError
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -375,6 +377,24 @@ def named_parameters(fsdp_model: FSDP) -> list[tuple[str, nn.Parameter]]:
     return [(name.replace("_fsdp_wrapped_module.", ""), p) for name, p in fsdp_model.named_parameters()]
 
 
+Layout = dict[str, tuple[int, torch.Size]]  # by parameter: where this rank's stretch of it starts, and its whole shape
+
+
+def find_layout(fsdp_model: FSDP, config: Config) -> Layout:
+    """Which stretch of each parameter this rank holds: those of a shard group's ranks follow each other. COLLECTIVE."""
+    counts = {name: p.numel() for name, p in named_parameters(fsdp_model)}
+    everywhere = [counts] * dist.get_world_size()
+    dist.all_gather_object(everywhere, counts)  # COLLECTIVE
+    rank, shards = dist.get_rank(), count_shards(config, dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"]))
+    layout = {}
+    for name, p in build_model(config).named_parameters():
+        held = [each[name] for each in everywhere[rank // shards * shards :][:shards]]
+        if sum(held) != p.numel():
+            raise RuntimeError(f"{name}: the ranks hold {sum(held)} of its {p.numel()} elements")
+        layout[name] = (sum(held[: rank % shards]), p.shape)
+    return layout
+
+
 def build_optimizer(fsdp_model: FSDP, config: Config, fused: bool) -> torch.optim.Optimizer:
     """AdamW over the shards, with weight decay on matrices."""
     # A shard does not know its shape.
@@ -413,6 +433,7 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     scaler: ShardedGradScaler
     data: SyntheticTokens
+    layout: Layout
     step: int = 0  # optimizer steps completed, skipped ones included
     skipped_steps: int = 0  # those whose float16 gradients overflowed
 
@@ -426,7 +447,8 @@ def build_state(config: Config, seed: int, device: torch.device, amp_dtype: torc
     # Fused AdamW is one kernel, on CPU from torch 2.4 on, but does not take ShardedGradScaler's overflow flag.
     fused = (device.type == "cuda" or torch.__version__ >= "2.4") and not scaler.is_enabled()
     data, _ = build_data(config, seed, dist.get_rank(), dist.get_world_size(), device)
-    return TrainState(fsdp_model, build_optimizer(fsdp_model, config, fused), scaler, data)
+    optimizer = build_optimizer(fsdp_model, config, fused)
+    return TrainState(fsdp_model, optimizer, scaler, data, find_layout(fsdp_model, config))
 
 
 # ---- Step, validation, report ----
@@ -528,23 +550,6 @@ def training_metrics(state: TrainState, sums: Tensor, steps: int, since: float, 
 # tensor, to cut it anew along its first dimension. Here each rank writes the stretch that it holds, as boxes of the
 # tensors' true shapes: nothing moves between ranks, and torch.distributed.checkpoint reads it on any number of ranks.
 
-Layout = dict[str, tuple[int, torch.Size]]  # by parameter: where this rank's stretch of it starts, and its whole shape
-
-
-def find_layout(fsdp_model: FSDP, config: Config) -> Layout:
-    """Which stretch of each parameter this rank holds: those of a shard group's ranks follow each other. COLLECTIVE."""
-    counts = {name: p.numel() for name, p in named_parameters(fsdp_model)}
-    everywhere = [counts] * dist.get_world_size()
-    dist.all_gather_object(everywhere, counts)  # COLLECTIVE
-    rank, shards = dist.get_rank(), count_shards(config, dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"]))
-    layout = {}
-    for name, p in build_model(config).named_parameters():
-        held = [each[name] for each in everywhere[rank // shards * shards :][:shards]]
-        if sum(held) != p.numel():
-            raise RuntimeError(f"{name}: the ranks hold {sum(held)} of its {p.numel()} elements")
-        layout[name] = (sum(held[: rank % shards]), p.shape)
-    return layout
-
 
 def cut(flat: Tensor, start: int, shape: torch.Size) -> Iterator[tuple[list[int], Tensor]]:
     """Elements `start`, `start` + 1, ... of a row-major tensor of `shape`, as boxes of it. Yields offsets and view."""
@@ -577,6 +582,31 @@ def find_boxes(tensors: dict[str, Tensor], names: dict[str, Any], layout: Layout
     return boxes
 
 
+class SummedFile(io.FileIO):
+    """A file that knows the size and crc32 of what was written to it."""
+
+    size = crc = 0
+
+    def write(self, data: Any) -> int:
+        written = super().write(data)
+        if hasattr(os, "posix_fadvise"):  # Linux: on its way to the disk while the next part is summed and written
+            os.posix_fadvise(self.fileno(), self.size, written, os.POSIX_FADV_DONTNEED)
+        self.size += written
+        self.crc = zlib.crc32(memoryview(data)[:written], self.crc)
+        return written
+
+
+class SummingFileSystem(FileSystem):
+    """Where FileSystemWriter writes; `files` holds all of its files."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, SummedFile] = {}
+
+    def create_stream(self, path: Any, mode: str) -> AbstractContextManager[Any]:  # type: ignore[override]
+        file = self.files[Path(path).name.removesuffix(".tmp")] = SummedFile(path, mode)
+        return io.BufferedWriter(file)
+
+
 class SavePlanner(dcp.DefaultSavePlanner):
     """Writes each rank's boxes, of replicas one."""
 
@@ -594,7 +624,8 @@ class SavePlanner(dcp.DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.boxes[index][1]
+        # As a storage of its own, in the same memory: of a part of a storage DCP would write a copy.
+        return torch.from_dlpack(self.boxes[index][1])
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
@@ -642,10 +673,12 @@ def save(core_context: core.Context, state: TrainState, config: Config, seed: in
     """
     rank = dist.get_rank()
     with core_context.checkpoint.store_path({"steps_completed": state.step}, shard=True) as (path, uuid):  # COLLECTIVE
-        planner = SavePlanner(find_layout(state.model, config))
-        dcp.save(tensors(state), checkpoint_id=path, planner=planner)  # COLLECTIVE
-        written = [*path.glob(f"__{rank}_*.distcp"), *([path / ".metadata"] if rank == 0 else [])]
-        files = {file.name: [file.stat().st_size, checksum(file)] for file in written}
+        if hasattr(torch.serialization, "set_crc32_options"):  # from torch 2.6 on
+            torch.serialization.set_crc32_options(False)  # of each tensor: nothing reads them
+        writer = dcp.FileSystemWriter(path)
+        writer.fs = file_system = SummingFileSystem()
+        dcp.save(tensors(state), storage_writer=writer, planner=SavePlanner(state.layout))  # COLLECTIVE
+        files = {name: [file.size, file.crc] for name, file in file_system.files.items()}
         everywhere = [files] * dist.get_world_size()
         dist.all_gather_object(everywhere, files)  # COLLECTIVE
         if rank == 0:
@@ -726,8 +759,7 @@ def load(
             # On a cluster a fork comes in the same way as a pause; a local run goes on because the user said so.
             same_trial = trial_id is None or saved["trial_id"] == trial_id
             wanted = tensors(state) if same_trial else {"model": tensors(state)["model"]}
-            planner = LoadPlanner(find_layout(state.model, config))
-            dcp.load(wanted, checkpoint_id=path, planner=planner)  # COLLECTIVE
+            dcp.load(wanted, checkpoint_id=path, planner=LoadPlanner(state.layout))  # COLLECTIVE
     if any(problems):
         stop(f"checkpoint {uuid}: {next(filter(None, problems))}")
     if not same_trial:
