@@ -76,6 +76,9 @@ UNITS = (Embedding, BLOCK, Head)
 SHAPE = ("vocab_size", "max_seq_len", "d_model", "n_heads", "n_layers")
 # How long a collective waits for a rank that does not come: longer than any rank works alone, reading a checkpoint.
 TIMEOUT = timedelta(minutes=10)
+# How long the reports, validation and checkpoint of a step may take together, or the last reports at the end: longer
+# than the Core API's own retries. For a master that takes a request and never answers it would wait for ever.
+PATIENCE = timedelta(hours=1)
 CHECKPOINT_FORMAT = 1
 
 
@@ -908,6 +911,7 @@ def train(
             if not report_due:
                 continue
 
+            signal.alarm(round(PATIENCE.total_seconds()))
             metrics = training_metrics(state, sums, step - reported_step, reported_at, config)
             # All ranks hold the same numbers, so all go the same way. At a scale below 1, float16 overflows for good.
             least = {"loss_scale": 1.0}
@@ -942,6 +946,7 @@ def train(
                     checkpoint = save(core_context, state, config, seed, trial_id)
                 log.info("preempted at step %d; to be resumed from checkpoint %s", step, checkpoint)
                 return
+            signal.alarm(0)
             sums.zero_()
             reported_step, reported_at = step, time.perf_counter()
     text = f"loss {metrics['loss']:.4f}, " if "loss" in metrics else ""
@@ -983,7 +988,8 @@ def stop(message: str) -> NoReturn:
 def exit_on_signal(signum: int, _: Any) -> None:
     """Exit at once: a half-written checkpoint is never resumed from, so there is nothing to tidy up."""
     if os.environ["RANK"] == "0":
-        os.write(2, f"\nfsdp_train.py: ended by {signal.Signals(signum).name}\n".encode())
+        cause = f", reporting for more than {PATIENCE}: does the master answer?" if signum == signal.SIGALRM else ""
+        os.write(2, f"\nfsdp_train.py: ended by {signal.Signals(signum).name}{cause}\n".encode())
     os._exit(128 + signum)
 
 
@@ -994,7 +1000,7 @@ def main() -> None:
         os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"), "1")
         os.environ["MASTER_ADDR"] = "127.0.0.1"
     rank, ranks, local_ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
         signal.signal(signum, exit_on_signal)
     logging.basicConfig(level=logging.ERROR if rank else logging.INFO, format=det.LOG_FORMAT)
     logging.getLogger("determined").setLevel(logging.WARNING)
@@ -1047,6 +1053,8 @@ def main() -> None:
                 stop(str(problem))
             log.warning("%s", problem)  # rank 0 only
             raise
+        finally:
+            signal.alarm(round(PATIENCE.total_seconds()))  # for the metrics that are still on their way to the master
     dist.destroy_process_group()  # only after success: it would hide an error, or wait for a rank that is gone
 
 

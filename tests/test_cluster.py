@@ -507,3 +507,22 @@ def test_lost_connections_lose_nothing(
     assert "preempted at step" in outcomes[0].text
     assert_complete(master, undisturbed)
     assert {request.rpartition("/")[2] for request in master.redelivered} >= {"metrics", "progress", "ack_preemption"}
+
+
+IMPATIENT = """
+import runpy, signal
+alarm = signal.alarm
+signal.alarm = lambda seconds: alarm(min(seconds, 5))
+runpy.run_path("fsdp_train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("call", ["metrics", "progress"])
+def test_a_master_that_never_answers_is_not_waited_for_for_ever(call: str, master: StubMaster, workdir: Path) -> None:
+    unpack_upload(workdir)
+    (workdir / "driver.py").write_text(IMPATIENT)
+    master.delay(MASTER_CALLS[call], 3600)
+    outcome = run_trial(master, workdir / "driver.py", workdir, HPARAMS)
+    assert outcome.code != 0
+    assert outcome.text.count("ended by SIGALRM, reporting for more than 1:00:00: does the master answer?") == 1
+    assert master.violations == []
