@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from processes import MARK, kill_all, new_mark
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "fsdp_train.py"
+MARKS: dict[int, dict[str, str]] = {}  # by pid, of what `start` started: torchrun gives each rank a session of its own
 
 
 @dataclass
@@ -29,8 +30,8 @@ def torchrun(ranks: int) -> list[str]:
 
 def start(command: list[str], cwd: Path, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
     """Start `command` in a session of its own, one thread per process, stdout and stderr together."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-    return subprocess.Popen(
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **new_mark(), **(env or {})}
+    process = subprocess.Popen(
         command,
         cwd=cwd,
         env=environment,
@@ -39,6 +40,8 @@ def start(command: list[str], cwd: Path, env: dict[str, str] | None = None) -> s
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
+    MARKS[process.pid] = {MARK: environment[MARK]}
+    return process
 
 
 def finish(process: subprocess.Popen[str], timeout: float = 120) -> Outcome:
@@ -46,7 +49,7 @@ def finish(process: subprocess.Popen[str], timeout: float = 120) -> Outcome:
     try:
         text, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        kill_all(MARKS[process.pid])
         text, _ = process.communicate()
         raise AssertionError(f"still running after {timeout} s:\n{text}") from None
     return Outcome(process.returncode, text)

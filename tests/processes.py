@@ -1,5 +1,6 @@
 """Find the processes of a job, whatever session they are in, and read what it left."""
 
+import contextlib
 import json
 import os
 import time
@@ -46,7 +47,8 @@ def leftovers(mark: dict[str, str], patience: float = 3) -> dict[int, int | None
 
 def kill_all(mark: dict[str, str]) -> None:
     for pid in processes(mark):
-        os.kill(pid, 9)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, 9)
 
 
 def read_tensors(checkpoint: Path, scratch: Path) -> dict[str, Tensor]:
