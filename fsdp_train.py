@@ -118,8 +118,14 @@ class Config:
     torch_profiler: bool  # trace of a few steps
 
 
-# Where a number may lie, if not in [1, inf) for an int or (0, inf) for a float.
-RANGES = {"warmup_steps": (0, math.inf), "weight_decay": (0, math.inf), "min_lr_ratio": (0, 1), "dropout": (0, 0.99)}
+# Where a number may lie, if not in [1, inf) for an int or (0, inf) for a float. AdamW divides lr by 0.1, in float32.
+RANGES = {
+    "lr": (1e-30, 1e30),
+    "warmup_steps": (0, math.inf),
+    "weight_decay": (0, math.inf),
+    "min_lr_ratio": (0, 1),
+    "dropout": (0, 0.99),
+}
 
 
 class ConfigError(Exception):

@@ -704,6 +704,7 @@ def test_learns(jobs: dict[str, tuple[Outcome, Path]]) -> None:
     assert len(losses) == 3
     assert FLOOR < losses[-1] < 1.1 * FLOOR
     assert losses == sorted(losses, reverse=True)
+    assert float(re.findall(r"done: loss ([\d.]+)", outcome.text)[0]) > FLOOR, "nothing was memorised"
 
 
 def test_banner(jobs: dict[str, tuple[Outcome, Path]]) -> None:
