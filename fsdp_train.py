@@ -204,8 +204,6 @@ def parse_config(hparams: dict[str, Any], ranks: int, local_ranks: int) -> Confi
         unfit.append(f"branching = {c.branching} is more than vocab_size = {c.vocab_size}: use at most that")
     if c.sharding == "hybrid" and local_ranks == 1 < ranks:
         unfit.append("sharding = hybrid shards inside a node, but each node has one rank: use full")
-    if c.compile and c.activation_checkpointing and torch.__version__ < "2.4":
-        unfit.append(f"compile and activation_checkpointing fail together in torch {torch.__version__}: turn one off")
     if wrong:
         raise ConfigError("\n  ".join(["hyperparameters:", *wrong, *unfit]))
     if unfit:
@@ -347,14 +345,20 @@ def materialise(module: nn.Module, device: torch.device) -> None:
 def shard(model: nn.Module, config: Config, device: torch.device, amp_dtype: torch.dtype | None) -> FSDP:
     """`model` under FSDP: weights, gradients and optimizer state split over the ranks, one unit gathered at a time."""
     # In place and below FSDP: parameter names stay as they are, and the recomputation needs no gather of its own.
-    for block in (module for module in model.modules() if isinstance(module, BLOCK)):
-        if config.compile:
-            # With torch's own random numbers, so that dropout is the same as without compile.
-            block.forward = torch.compile(block.forward, dynamic=False, options={"fallback_random": True})  # type: ignore[method-assign]
+    blocks = [module for module in model.modules() if isinstance(module, BLOCK)]
+    if config.compile:
+        # For torch 2.3, which compiles each block apart, and leaves uncompiled what goes beyond these limits. Its first
+        # compilation must not be under bfloat16 autocast.
+        torch._dynamo.config.cache_size_limit = torch._dynamo.config.accumulated_cache_size_limit = 8 + 4 * len(blocks)
+        torch.compile(torch.neg)(torch.zeros((), device=device))
+    for block in blocks:
         if config.activation_checkpointing:
             block.forward = functools.partial(  # type: ignore[method-assign]
                 recompute_in_backward, block.forward, use_reentrant=False, preserve_rng_state=config.dropout > 0
             )
+        if config.compile:  # around the recomputation: within it, torch 2.3 fails
+            # With torch's own random numbers, so that dropout is the same as without compile.
+            block.forward = torch.compile(block.forward, dynamic=False, options={"fallback_random": True})  # type: ignore[method-assign]
 
     ranks = dist.get_world_size()
     shards = count_shards(config, ranks, int(os.environ["LOCAL_WORLD_SIZE"]))
