@@ -76,7 +76,7 @@ UNITS = (Embedding, BLOCK, Head)
 SHAPE = ("vocab_size", "max_seq_len", "d_model", "n_heads", "n_layers")
 # How long a collective waits for a rank that does not come: longer than any rank works alone, reading a checkpoint.
 TIMEOUT = timedelta(minutes=10)
-# How long the reports, validation and checkpoint of a step may take together, or the last reports at the end: longer
+# How long the reports, validation and checkpoint of a step may take together, and the start and end of a run: longer
 # than the Core API's own retries. For a master that takes a request and never answers it would wait for ever.
 PATIENCE = timedelta(hours=1)
 CHECKPOINT_FORMAT = 1
@@ -859,6 +859,16 @@ def describe(config: Config, seed: int, ranks: int, local_ranks: int, amp_dtype:
     return "\n".join(f"  {name:11}{text}" for name, text in lines.items()).replace("torch.", "")
 
 
+def report_at_once(core_context: core.Context) -> None:
+    """Let each report return when the master has it. Determined 0.38.1 sends metrics from a thread, some time later.
+
+    A checkpoint could be known to the master before the metrics of its step, which a run that goes on from it would
+    not report again: if they fail, they would be missing for good.
+    """
+    if shipper := getattr(core_context._metrics, "_shipper", None):  # none off-cluster
+        shipper.publish_metrics = shipper._post_metrics
+
+
 def trace_steps(core_context: core.Context, config: Config) -> AbstractContextManager[Any]:
     """torch's profiler over steps 3 to 5 of this run, or nothing; wants its step() called after each step."""
     if not config.torch_profiler:
@@ -890,9 +900,11 @@ def train(
     if state.step >= config.max_steps:
         log.info("nothing left to do at step %d of %d; to go on, raise max_steps", state.step, config.max_steps)
         return
+    report_at_once(core_context)
     if config.core_api_profiler:
         core_context.profiler.on()
 
+    signal.alarm(0)
     sums = torch.zeros(3, device=device)  # of loss, gradient norm and 1, since the last report
     first_step = reported_step = state.step
     start = reported_at = time.perf_counter()
@@ -998,7 +1010,7 @@ def stop(message: str) -> NoReturn:
 def exit_on_signal(signum: int, _: Any) -> None:
     """Exit at once: a half-written checkpoint is never resumed from, so there is nothing to tidy up."""
     if os.environ["RANK"] == "0":
-        cause = f", reporting for more than {PATIENCE}: does the master answer?" if signum == signal.SIGALRM else ""
+        cause = f" after {PATIENCE} of waiting: does the master answer?" if signum == signal.SIGALRM else ""
         os.write(2, f"\nfsdp_train.py: ended by {signal.Signals(signum).name}{cause}\n".encode())
     os._exit(128 + signum)
 
@@ -1055,6 +1067,7 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     storage = None if info else str(args.checkpoint_dir)  # on a cluster the experiment's
+    signal.alarm(round(PATIENCE.total_seconds()))
     with core.init(distributed=connect(bool(info)), checkpoint_storage=storage) as core_context:
         try:
             train(core_context, config, seed, device, info.trial.trial_id if info else None, checkpoint)
@@ -1064,7 +1077,7 @@ def main() -> None:
             log.warning("%s", problem)  # rank 0 only
             raise
         finally:
-            signal.alarm(round(PATIENCE.total_seconds()))  # for the metrics that are still on their way to the master
+            signal.alarm(round(PATIENCE.total_seconds()))
     dist.destroy_process_group()  # only after success: it would hide an error, or wait for a rank that is gone
 
 

@@ -23,6 +23,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl
@@ -63,6 +64,16 @@ def parse(raw: bytes) -> Any:
         return raw.decode(errors="replace")
 
 
+def check_time(text: str) -> None:
+    """Raises Refusal unless `text` is an RFC 3339 time, which has a time zone."""
+    try:
+        zoned = datetime.fromisoformat(text).tzinfo is not None
+    except ValueError:
+        zoned = False
+    if not zoned:
+        raise Refusal(f"reportTime is {text!r}, not a time with its zone")
+
+
 def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -75,6 +86,7 @@ class Fault:
     pattern: str
     count: int | None
     value: float = 0
+    skip: int = 0  # matching requests that pass before
 
 
 @dataclass
@@ -144,9 +156,8 @@ class StubMaster:
         return f"session-token-{self.run_id}"
 
     def history(self, group: str) -> list[tuple[int, int, Json]]:
-        """What the database shows of a group, as (run id, step, values): all reports that no later run archived."""
-        rows = [(row.run_id, row.step, row.values) for row in self.rows if row.group == group and not row.archived]
-        return sorted(rows, key=lambda row: row[1])
+        """The reports of a group that no later run archived, as (run id, step, values), in the order of arrival."""
+        return [(row.run_id, row.step, row.values) for row in self.rows if row.group == group and not row.archived]
 
     def latest_checkpoint(self) -> str | None:
         """The uuid that the next run gets: of all runs' checkpoints, the one with the most steps."""
@@ -164,9 +175,9 @@ class StubMaster:
         """Turns on the preemption signal as soon as the current run reports a training metric at `step` or later."""
         self._preempt_step = step
 
-    def fail(self, pattern: str, count: int | None = 1, status: int = 500) -> None:
-        """Answers the next matching requests with `status`, unprocessed."""
-        self._faults.append(Fault("fail", pattern, count, status))
+    def fail(self, pattern: str, count: int | None = 1, status: int = 500, skip: int = 0) -> None:
+        """Answers the next matching requests, or those after `skip` more, with `status`, unprocessed."""
+        self._faults.append(Fault("fail", pattern, count, status, skip))
 
     def reset(self, pattern: str, count: int | None = 1) -> None:
         """Closes the connection of the next matching requests, unprocessed."""
@@ -205,8 +216,10 @@ class StubMaster:
         body = parse(raw)
         with self._changed:
             self.requests.append((request, body))
-            matching = (f for f in self._faults if f.count != 0 and re.search(f.pattern, request))
-            fault = next(matching, Fault("none", "", None))
+            matching = [f for f in self._faults if f.count != 0 and re.search(f.pattern, request)]
+            fault = next((f for f in matching if not f.skip), Fault("none", "", None))
+            for other in matching:
+                other.skip -= other.skip > 0
             fault.count = fault.count and fault.count - 1
         if fault.kind == "fail":
             return int(fault.value), {"message": "fault injected by the test"}
@@ -272,6 +285,8 @@ class StubMaster:
         return 200, {"preempt": self._preempted and self.run_id == run_id}
 
     def _acknowledge_preemption(self, _: Any) -> Answer:
+        if not self._preempted:
+            raise Refusal("an acknowledgement without a signal: the finished trial would be queued again")
         self.acks.append(self.allocation_id)
         return OK
 
@@ -284,6 +299,8 @@ class StubMaster:
             raise Refusal(f"invalid run id, {report['trialRunId']} (reported) != {self.run_id} (expected)")
         if not all(isinstance(batch, dict) for batch in report["metrics"].get("batchMetrics") or []):
             raise Refusal("batchMetrics is not a list of objects")
+        if report.get("reportTime") is not None:
+            check_time(get(report, "reportTime", str))
         if group in PROFILING_GROUPS:
             self.profiled.add(group)
             return OK
@@ -331,6 +348,9 @@ class StubMaster:
         if not all(isinstance(size, str) and size.isdecimal() for size in get(body, "resources", dict).values()):
             raise Refusal(f"checkpoint resources are not sizes in bytes: {body['resources']}")
         get(body, "training", dict)
+        if get(body, "storageId", int) != 1:
+            raise Refusal(f"storageId is {body['storageId']}, not that of the run's start")
+        check_time(get(body, "reportTime", str))
         if get(get(body, "metadata", dict), "steps_completed", int) < 0:
             raise Refusal("checkpoint steps_completed is negative")
         if body["uuid"] in [checkpoint["uuid"] for checkpoint in self.checkpoints]:

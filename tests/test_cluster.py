@@ -20,7 +20,7 @@ from determined.common.context import read_v1_context
 from determined.common.util import yaml_safe_load
 from launch import ROOT, SCRIPT, run
 from stub_master import Json, StubMaster
-from tiny import overrides, tiny
+from tiny import TINY, overrides, tiny
 from torch.distributed.checkpoint import FileSystemReader
 
 pytestmark = pytest.mark.filterwarnings("ignore:GitWildMatchPattern")  # inside determined
@@ -55,11 +55,11 @@ def comparable(master: StubMaster, group: str) -> list[tuple[int, Json]]:
     return [(step, {k: v for k, v in row.items() if k not in measured}) for _, step, row in master.history(group)]
 
 
-def assert_complete(master: StubMaster, undisturbed: Finished) -> None:
+def assert_complete(master: StubMaster, undisturbed: Finished, rel: float = 1e-4) -> None:
     """The trial finished, and the cluster has of it what it has of an undisturbed one."""
     assert master.violations == []
     for group, rows in undisturbed.history.items():
-        assert comparable(master, group) == [(step, pytest.approx(row, rel=1e-4)) for step, row in rows]
+        assert comparable(master, group) == [(step, pytest.approx(row, rel=rel)) for step, row in rows]
     assert master.progress[-1] == 1
     steps = [checkpoint["metadata"]["steps_completed"] for checkpoint in master.checkpoints]
     assert max(steps) == HPARAMS["max_steps"]
@@ -285,6 +285,13 @@ def test_profilers(master: StubMaster, workdir: Path) -> None:
     synced = workdir.parent / "storage/stub-cluster/tensorboard/experiment/3/trial/7"
     traces = sorted(path.name for path in synced.rglob("*.pt.trace.json"))
     assert [name.split(".")[0] for name in traces] == ["rank0", "rank1"]
+    for path in synced.rglob("*.pt.trace.json"):
+        names = {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
+        assert {name for name in names if "ProfilerStep" in name} == {
+            "ProfilerStep#2",
+            "ProfilerStep#3",
+            "ProfilerStep#4",
+        }, "steps 3 to 5"
     assert "None" not in [path.name for path in workdir.rglob("*")]
 
 
@@ -441,6 +448,20 @@ def test_two_nodes_with_the_settings_of_the_large_run(
     assert not held[0] & held[1], "neighbouring ranks hold different parts"
 
 
+@needs_namespaces
+def test_large_runs_own_entrypoint_and_settings(undisturbed: Finished, master: StubMaster, workdir: Path) -> None:
+    experiment = yaml_safe_load((ROOT / "distributed.yaml").read_text())
+    settings = {k: v for k, v in experiment["hyperparameters"].items() if k not in (*TINY, "branching")}
+    settings |= {"amp_dtype": experiment["hyperparameters"]["amp_dtype"], "micro_batch_size": 1}
+    env = dict(line.split("=", 1) for line in experiment["environment"]["environment_variables"])
+    unpack_upload(workdir)
+    outcomes = launch_line(master, experiment["entrypoint"], workdir, HPARAMS | settings, nodes=2, env=env)
+    text = "\n".join(outcome.text for outcome in outcomes)
+    assert [outcome.code for outcome in outcomes] == [0, 0], text
+    assert "parameters and autocast bfloat16, reduction float32" in text
+    assert_complete(master, undisturbed, rel=0.02)
+
+
 # ---- Faults of the master and of the network ----
 
 
@@ -470,7 +491,7 @@ def test_errors_of_the_master_end_the_run_and_the_next_one_goes_on(
     undisturbed: Finished, lost_connections: Any, master: StubMaster, workdir: Path
 ) -> None:
     run = partial(run_trial, master, SCRIPT, workdir, HPARAMS)
-    for name in ("start", "metrics", "progress"):
+    for name in ("start", "metrics", "progress", "checkpoint"):
         master.fail(MASTER_CALLS[name])
         outcome = run()
         assert outcome.code != 0, f"{name}: {outcome.text}"
@@ -499,6 +520,21 @@ def test_errors_of_the_master_end_the_run_and_the_next_one_goes_on(
     assert_complete(master, undisturbed)
 
 
+@pytest.mark.parametrize("step", [8, 16])
+def test_a_report_refused_just_before_a_checkpoint_is_made_up_for(
+    undisturbed: Finished, master: StubMaster, workdir: Path, step: int
+) -> None:
+    """No checkpoint is known to the master before the metrics of its step: the next run would go on after them."""
+    master.fail(MASTER_CALLS["metrics"], skip=step // 2 + step // 4 - 1)  # the validation of `step`
+    refused = run_trial(master, SCRIPT, workdir, HPARAMS)
+    assert refused.code != 0
+    assert "fault injected by the test" in refused.text
+    master.new_run()
+    resumed = run_trial(master, SCRIPT, workdir, HPARAMS)
+    assert resumed.code == 0, resumed.text
+    assert_complete(master, undisturbed)
+
+
 def test_lost_connections_lose_nothing(
     undisturbed: Finished, lost_connections: Future[tuple[StubMaster, list[Outcome]]]
 ) -> None:
@@ -517,12 +553,18 @@ runpy.run_path("fsdp_train.py", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("call", ["metrics", "progress"])
-def test_a_master_that_never_answers_is_not_waited_for_for_ever(call: str, master: StubMaster, workdir: Path) -> None:
+@pytest.mark.parametrize(
+    ("call", "slots"), [("start", 2), ("metrics", 1), ("progress", 2), ("checkpoint", 1), ("acknowledgement", 2)]
+)
+def test_a_master_that_never_answers_is_not_waited_for_for_ever(
+    call: str, slots: int, master: StubMaster, workdir: Path
+) -> None:
     unpack_upload(workdir)
     (workdir / "driver.py").write_text(IMPATIENT)
     master.delay(MASTER_CALLS[call], 3600)
-    outcome = run_trial(master, workdir / "driver.py", workdir, HPARAMS)
+    if call == "acknowledgement":
+        master.preempt_at(2)
+    outcome = run_trial(master, workdir / "driver.py", workdir, HPARAMS, slots=slots)
     assert outcome.code != 0
-    assert outcome.text.count("ended by SIGALRM, reporting for more than 1:00:00: does the master answer?") == 1
+    assert outcome.text.count("ended by SIGALRM after 1:00:00 of waiting: does the master answer?") == 1
     assert master.violations == []

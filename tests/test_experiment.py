@@ -12,6 +12,8 @@ from determined.common.context import read_v1_context
 from determined.common.util import yaml_safe_load
 from launch import ROOT, SCRIPT, Outcome, finish, start
 
+import fsdp_train
+
 pytestmark = pytest.mark.filterwarnings("ignore:GitWildMatchPattern")  # inside determined
 
 FILES = ("config.yaml", "distributed.yaml")
@@ -104,10 +106,25 @@ def test_where_it_runs(name: str, slots: int, restarts: int) -> None:
         assert re.fullmatch(r"[A-Z][A-Z0-9_]*=\S+", variable)
 
 
+def test_the_large_run_has_what_a_real_run_needs() -> None:
+    config = experiment("distributed.yaml")
+    assert config["resources"]["shm_size"] == "16G"
+    assert config["checkpoint_storage"] == {"save_experiment_best": 0, "save_trial_best": 1, "save_trial_latest": 2}
+    variables = dict(line.split("=", 1) for line in config["environment"]["environment_variables"])
+    assert int(variables["TORCH_NCCL_TRACE_BUFFER_SIZE"]) > 0
+    assert variables["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert variables["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
+    assert int(variables["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"]) > fsdp_train.TIMEOUT.total_seconds()
+    hparams = config["hyperparameters"]
+    assert (hparams["sharding"], hparams["activation_checkpointing"]) == ("hybrid", True)
+
+
 @pytest.mark.parametrize(
     ("line", "action"),
     [
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.07 GiB. GPU 0 has", "cancel_retries"),
+        ("fsdp_train.py: hyperparameters:", "cancel_retries"),
+        ("fsdp_train.py: checkpoint 3f0c9f7a: __0_0.distcp was changed after it was written", "cancel_retries"),
         ("RuntimeError: CUDA error: uncorrectable ECC error encountered", "exclude_node"),
         ("INFO: [7] fsdp_train: step 20/54000 | loss 10.8 | grad_norm 1.2 | ETA 3 days, 1:02:03", None),
         ("torch.distributed.DistBackendError: NCCL error: remote process exited or there was a network error", None),
@@ -128,7 +145,8 @@ def test_upload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     left_behind = ["checkpoints/uuid/__0_0.distcp", "traces/rank0.1.pt.trace.json", "__pycache__/model.cpython-310.pyc"]
-    left_behind += [".venv/bin/python", ".git/HEAD", ".mypy_cache/x.json", ".pytest_cache/README.md", ".ruff_cache/x"]
+    left_behind += ["weights.pt", ".venv/bin/python", ".git/HEAD", ".mypy_cache/x.json", ".pytest_cache/README.md"]
+    left_behind += [".ruff_cache/x"]
     for name in {*listed, *left_behind}:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -119,6 +119,7 @@ def test_refuses_a_wrong_token(master: StubMaster) -> None:
         (1, {"epochs": "one"}, {"group": "extra"}),
         (1, {"loss": 1}, {"trialRunId": 2}),
         (1, {"loss": 1}, {"trialId": 8}),
+        (1, {"loss": 1}, {"reportTime": "now"}),
         (1, {"other": 1}, {"group": "validation"}),
         (1, {"validation_loss": 1}, {"group": "validation", "time_metric": "epochs"}),
     ],
@@ -144,6 +145,9 @@ def test_refuses_a_metric_reported_twice(master: StubMaster, value: float) -> No
         {"taskId": "other"},
         {"allocationId": None},
         {"state": "STATE_ACTIVE"},
+        {"storageId": 2},
+        {"reportTime": None},
+        {"reportTime": "2026-01-01T00:00:00"},
         {"resources": {"a": 12}},
         {"metadata": {}},
         {"metadata": {"steps_completed": "1"}},
@@ -168,6 +172,19 @@ def test_archives_what_a_later_run_repeats(master: StubMaster) -> None:
     assert [row[:2] for row in master.history("validation")] == [(1, 1), (1, 2), (2, 3)]
     assert len(master.rows) == 10
     assert master.violations == []
+
+
+def test_history_is_in_the_order_of_arrival(master: StubMaster) -> None:
+    for step in (2, 1):
+        report(master, step, {"loss": step})
+    assert [row[1] for row in master.history("training")] == [2, 1]
+
+
+def test_refuses_an_acknowledgement_of_nothing(master: StubMaster) -> None:
+    path = f"allocations/{master.allocation_id}/signals/ack_preemption"
+    assert send(master, "POST", path)[0] == 400
+    assert master.acks == []
+    assert len(master.violations) == 1
 
 
 def test_latest_checkpoint_has_the_most_steps(master: StubMaster) -> None:
