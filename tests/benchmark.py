@@ -53,8 +53,6 @@ CUDA = torch.cuda.is_available()
 CORES = len(os.sched_getaffinity(0))
 DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if CUDA else torch.device("cpu")
 DTYPES = {"fp32": None, "bf16": "bfloat16"} | ({"fp16": "float16"} if CUDA else {})
-# torch 2.3 cannot compile under CPU's autocast.
-EAGER_OR_COMPILED = (False, True) if CUDA or torch.__version__ >= "2.4" else (False,)
 Seconds = dict[str, list[float]]  # of each thing, in each round
 
 SHIPPED = yaml_safe_load((ROOT / "config.yaml").read_text())["hyperparameters"]
@@ -298,18 +296,25 @@ def speed(_: core.Context, rounds: int) -> list[Row]:
     actions: dict[str, Callable[[], Any]] = {}
     rates: Seconds = defaultdict(list)
     memory: dict[str, float] = {}
+
+    def add(key: str, hparams: dict[str, Any]) -> fsdp_train.Config:
+        config, amp_dtype = prepare(1, **hparams)
+        actions[key] = stepper(config, amp_dtype)
+        if CUDA:
+            actions[key]()
+            torch.cuda.reset_peak_memory_stats()
+            actions[key]()
+            memory[key] = torch.cuda.max_memory_allocated() / 2**30
+        return config
+
     for name, amp in DTYPES.items():
-        for compiled in EAGER_OR_COMPILED:
-            config, amp_dtype = prepare(1, **MEDIUM, amp_dtype=amp, compile=compiled)
-            key = f"{name}{' compiled' * compiled}"
-            actions[key] = stepper(config, amp_dtype)
-            if CUDA:
-                actions[key]()
-                torch.cuda.reset_peak_memory_stats()
-                actions[key]()
-                memory[key] = torch.cuda.max_memory_allocated() / 2**30
-        peak = matmul_peak(amp_dtype or torch.float32, config)
+        config = add(name, MEDIUM | {"amp_dtype": amp})
+        add(f"{name} compiled", MEDIUM | {"amp_dtype": amp, "compile": True})
+        peak = matmul_peak(getattr(torch, amp or "float32"), config)
         actions[f"{name} peak"] = lambda name=name, peak=peak: rates[name].append(peak())  # type: ignore[misc]
+    add("bf16 recomputed", MEDIUM | {"amp_dtype": "bfloat16", "activation_checkpointing": True})
+    add("bf16 small", {"amp_dtype": "bfloat16"})
+    add("bf16 small compiled", {"amp_dtype": "bfloat16", "compile": True})
     seconds = in_turn(actions, rounds, warmup=3)
 
     flops, tokens = count_flops(config), config.global_batch_size * config.max_seq_len
@@ -317,16 +322,20 @@ def speed(_: core.Context, rounds: int) -> list[Row]:
     rows = []
     for name in DTYPES:
         peaks = rates[name][-rounds:]
-        for key in (f"{name}{' compiled' * compiled}" for compiled in EAGER_OR_COMPILED):
+        for key in (name, f"{name} compiled"):
             note = f"{tokens / statistics.median(seconds[key]):,.0f} tokens/s; peak {max(peaks) / 1e9:,.0f} GFLOP/s"
             note += f"; {memory[key]:.3g} GiB, of all states at once" if CUDA else ""
             reached = over([flops / s for s in seconds[key]], peaks)
             rows.append(Row(f"FLOP/s / matrix products, {key}", reached, low=bars.get(key, -math.inf), note=note))
     for name in list(DTYPES)[1:]:
         rows.append(Row(f"speed-up of {name} over fp32", over(seconds["fp32"], seconds[name]), low=1.8))
-    for name in DTYPES if True in EAGER_OR_COMPILED else ():
-        low = 1.3 if name == "bf16" else -math.inf
-        rows.append(Row(f"speed-up of compile, {name}", over(seconds[name], seconds[f"{name} compiled"]), low=low))
+    labels = dict(zip(DTYPES, DTYPES, strict=True)) | {"bf16 small": "bf16, config.yaml's shape"}
+    for name, label in labels.items():
+        low = -math.inf if name == "fp32" else 1.3
+        rows.append(Row(f"speed-up of compile, {label}", over(seconds[name], seconds[f"{name} compiled"]), low=low))
+    note = "a third more FLOPs in the blocks"
+    recomputed = over(seconds["bf16 recomputed"], seconds["bf16"])
+    rows.append(Row("step with activation checkpointing / without, bf16", recomputed, note=note))
     return rows
 
 
