@@ -941,7 +941,8 @@ def train(
             if bad:
                 stop(
                     f"training is not finite in steps {reported_step + 1}..{step}: {', '.join(bad)}. Nothing was saved "
-                    "from them: go on from the checkpoint before, with a lower lr, a longer warm-up or amp_dtype = null"
+                    "from them: go on from the checkpoint before, or start again, with a lower lr, a longer warm-up or "
+                    "amp_dtype = null"
                 )
             seconds = (time.perf_counter() - start) / (step - first_step) * (config.max_steps - step)
             text = " | ".join(f"{name} {value:.5g}" for name, value in metrics.items())
@@ -1024,6 +1025,7 @@ def main() -> None:
     rank, ranks, local_ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
         signal.signal(signum, exit_on_signal)
+    signal.alarm(round(PATIENCE.total_seconds()))
     logging.basicConfig(level=logging.ERROR if rank else logging.INFO, format=det.LOG_FORMAT)
     logging.getLogger("determined").setLevel(logging.WARNING)
     logging.getLogger("determined.common.storage").setLevel(logging.ERROR)  # warns at every restore
@@ -1067,7 +1069,6 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     storage = None if info else str(args.checkpoint_dir)  # on a cluster the experiment's
-    signal.alarm(round(PATIENCE.total_seconds()))
     with core.init(distributed=connect(bool(info)), checkpoint_storage=storage) as core_context:
         try:
             train(core_context, config, seed, device, info.trial.trial_id if info else None, checkpoint)
