@@ -76,8 +76,8 @@ UNITS = (Embedding, BLOCK, Head)
 SHAPE = ("vocab_size", "max_seq_len", "d_model", "n_heads", "n_layers")
 # How long a collective waits for a rank that does not come: longer than any rank works alone, reading a checkpoint.
 TIMEOUT = timedelta(minutes=10)
-# How long the reports, validation and checkpoint of a step may take together, and the start and end of a run: longer
-# than the Core API's own retries. For a master that takes a request and never answers it would wait for ever.
+# How long the start of a run may take, its end, and the validation, reports and checkpoint of a step together: longer
+# than the Core API's own retries. Without it, a master that takes a request and never answers is waited for for ever.
 PATIENCE = timedelta(hours=1)
 CHECKPOINT_FORMAT = 1
 
@@ -271,17 +271,14 @@ def choose_amp_dtype(
     `capability` is the least compute capability of all ranks' GPUs, `device_name` that GPU; a CPU's is not looked at.
     Raises det.InvalidHP if bfloat16 is asked for by name where some GPU could only emulate it.
     """
-    if setting is None:
-        return None, "as configured"
-    if setting == "float16":
-        return torch.float16, "as configured"
     gpu = f"{device_name}, compute capability {capability[0]}.{capability[1]}"
-    if device_type != "cpu" and capability < (8, 0):
-        if setting == "bfloat16":
-            raise det.InvalidHP(f"amp_dtype = bfloat16 needs compute capability 8.0, not {gpu}: use auto or float16")
+    old_gpu = device_type != "cpu" and capability < (8, 0)
+    if setting == "bfloat16" and old_gpu:
+        raise det.InvalidHP(f"amp_dtype = bfloat16 needs compute capability 8.0, not {gpu}: use auto or float16")
+    if setting != "auto":
+        return getattr(torch, setting) if setting else None, "as configured"
+    if old_gpu:
         return torch.float16, f"auto: {gpu}, less than 8.0"
-    if setting == "bfloat16":
-        return torch.bfloat16, "as configured"
     return torch.bfloat16, "auto: CPU, in place of a GPU of capability 8.0" if device_type == "cpu" else f"auto: {gpu}"
 
 
@@ -344,11 +341,11 @@ def materialise(module: nn.Module, device: torch.device) -> None:
 
 def shard(model: nn.Module, config: Config, device: torch.device, amp_dtype: torch.dtype | None) -> FSDP:
     """`model` under FSDP: weights, gradients and optimizer state split over the ranks, one unit gathered at a time."""
-    # In place and below FSDP: parameter names stay as they are, and the recomputation needs no gather of its own.
+    # No module is wrapped, so parameters keep their names. Inside FSDP's units, recomputing needs no gather of its own.
     blocks = [module for module in model.modules() if isinstance(module, BLOCK)]
     if config.compile:
-        # For torch 2.3, which compiles each block apart, and leaves uncompiled what goes beyond these limits. Its first
-        # compilation must not be under bfloat16 autocast.
+        # torch 2.3 compiles each block apart, and leaves uncompiled those beyond these limits. Its first compilation
+        # must not be under bfloat16 autocast: this is it.
         torch._dynamo.config.cache_size_limit = torch._dynamo.config.accumulated_cache_size_limit = 8 + 4 * len(blocks)
         torch.compile(torch.neg)(torch.zeros((), device=device))
     for block in blocks:
@@ -410,12 +407,12 @@ def find_layout(fsdp_model: FSDP, config: Config) -> Layout:
 
 def build_optimizer(fsdp_model: FSDP, config: Config, fused: bool) -> torch.optim.Optimizer:
     """AdamW over the shards, with weight decay on matrices."""
-    # A shard does not know its shape.
+    # From the whole model: a shard is flat.
     matrices = {name for name, p in build_model(config).named_parameters() if p.ndim >= 2}
     decayed = [p for name, p in named_parameters(fsdp_model) if name in matrices]
     others = [p for name, p in named_parameters(fsdp_model) if name not in matrices]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=fused)
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=fused or None)
     # A step with a rate and gradients of zero makes AdamW's state exist from the start: a run that does not fit in
     # memory fails at once, and a checkpoint has its full shape even if float16 has skipped every step so far.
     for p in decayed + others:
@@ -455,9 +452,10 @@ def build_state(config: Config, seed: int, device: torch.device, amp_dtype: torc
     """The state before the first step; the same weights on any number of ranks. COLLECTIVE."""
     torch.manual_seed(seed)  # the same on every rank: each draws all of a unit's initial values and keeps its shard
     fsdp_model = shard(build_model(config), config, device, amp_dtype)
-    # Off, it passes everything through. Without `device` it would be off on CPU too.
+    # Not enabled, it passes everything through, as it would always on CPU without device=.
     scaler = ShardedGradScaler(device=device.type, enabled=amp_dtype == torch.float16)
-    # Fused AdamW is one kernel, on CPU from torch 2.4 on, but does not take ShardedGradScaler's overflow flag.
+    # Fused AdamW is one kernel, on CPU from torch 2.4 on, but does not take ShardedGradScaler's overflow flag. Without,
+    # torch chooses: on GPUs a few kernels for all parameters, which fused=False would prevent.
     fused = (device.type == "cuda" or torch.__version__ >= "2.4") and not scaler.is_enabled()
     data, _ = build_data(config, seed, dist.get_rank(), dist.get_world_size(), device)
     optimizer = build_optimizer(fsdp_model, config, fused)
@@ -486,9 +484,10 @@ def clip_grad_norm(fsdp_model: FSDP, max_norm: float) -> Tensor:
     grads = [p.grad for p in fsdp_model.parameters() if p.grad is not None]
     norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
     total = torch.stack([torch.zeros((), device=fsdp_model.compute_device), *norms]).square().sum()
-    # COLLECTIVE over the ranks of a shard group; replicas hold the same gradients.
-    dist.all_reduce(total, group=fsdp_model.process_group)
-    norm = total.sqrt()
+    # Over all ranks, not one shard group: groups that add up in different orders would let their replicas drift apart.
+    dist.all_reduce(total)  # COLLECTIVE
+    replicas = dist.get_world_size() // dist.get_world_size(fsdp_model.process_group)
+    norm = (total / replicas).sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1)
     for grad in grads:
         grad.mul_(factor)
@@ -539,7 +538,7 @@ def training_metrics(state: TrainState, sums: Tensor, steps: int, since: float, 
 
     `sums` holds this rank's sums of loss, gradient norm and 1 over those of the steps that were not skipped.
     """
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     if sums.is_cuda:
         memory = torch.cuda.max_memory_allocated()
     peak = torch.tensor(memory / 2**30, device=sums.device)
@@ -602,7 +601,7 @@ class SummedFile(io.FileIO):
 
     def write(self, data: Any) -> int:
         written = super().write(data)
-        if hasattr(os, "posix_fadvise"):  # Linux: on its way to the disk while the next part is summed and written
+        if hasattr(os, "posix_fadvise"):  # Linux: let the disk begin, while the next part is summed and written
             os.posix_fadvise(self.fileno(), self.size, written, os.POSIX_FADV_DONTNEED)
         self.size += written
         self.crc = zlib.crc32(memoryview(data)[:written], self.crc)
@@ -637,7 +636,7 @@ class SavePlanner(dcp.DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        # As a storage of its own, in the same memory: of a part of a storage DCP would write a copy.
+        # The same memory, as a tensor that looks whole: DCP would copy what is part of a larger storage.
         return torch.from_dlpack(self.boxes[index][1])
 
 
@@ -681,10 +680,9 @@ def checksum(path: Path) -> int:
 def save(core_context: core.Context, state: TrainState, config: Config, seed: int, trial_id: int | None) -> str:
     """Write a checkpoint, each rank its own file, and return its UUID. COLLECTIVE.
 
-    train_state.json comes last: without it a checkpoint is half written. Determined's own metadata.json would not do, a
-    sharded save does not upload it to cloud storage.
+    train_state.json comes last: without it a checkpoint is half written. Determined's own metadata.json cannot say so:
+    a sharded save does not upload it to cloud storage.
     """
-    rank = dist.get_rank()
     with core_context.checkpoint.store_path({"steps_completed": state.step}, shard=True) as (path, uuid):  # COLLECTIVE
         if hasattr(torch.serialization, "set_crc32_options"):  # from torch 2.6 on
             torch.serialization.set_crc32_options(False)  # of each tensor: nothing reads them
@@ -694,7 +692,7 @@ def save(core_context: core.Context, state: TrainState, config: Config, seed: in
         files = {name: [file.size, file.crc] for name, file in file_system.files.items()}
         everywhere = [files] * dist.get_world_size()
         dist.all_gather_object(everywhere, files)  # COLLECTIVE
-        if rank == 0:
+        if dist.get_rank() == 0:
             train_state = {
                 "format": CHECKPOINT_FORMAT,
                 "torch": torch.__version__,
@@ -736,13 +734,9 @@ def read_train_state(path: Path) -> dict[str, Any]:
 
 def check(saved: dict[str, Any], path: Path, config: Config) -> None:
     """Raises ValueError if the checkpoint in `path` must not be loaded. Each rank checks some of its node's files."""
-    now = asdict(config)
-    if other := [
-        f"{name} = {saved['hyperparameters'][name]}" for name in SHAPE if saved["hyperparameters"][name] != now[name]
-    ]:
-        raise ValueError(
-            f"is of another model: {', '.join(other)}; here {', '.join(f'{name} = {now[name]}' for name in SHAPE)}"
-        )
+    then, now = saved["hyperparameters"], asdict(config)
+    if other := [f"{k} = {then.get(k)}, but here {k} = {now[k]}" for k in SHAPE if then.get(k) != now[k]]:
+        raise ValueError(f"is of another model: {'; '.join(other)}")
     here, there = ([int(n) for n in version.split(".")[:2]] for version in (torch.__version__, saved["torch"]))
     if here < there:
         raise ValueError(f"was written by torch {saved['torch']}, which {torch.__version__} cannot read: use the newer")
@@ -783,15 +777,10 @@ def load(
     state.data.load_state_dict(saved["data"])
     if saved["scaler"]:
         state.scaler.load_state_dict(saved["scaler"])
-    now = asdict(config) | {"seed": seed}
-    changed = [
-        f"{name} was {old}, is {now.get(name)}"
-        for name, old in saved["hyperparameters"].items()
-        if now.get(name) != old
-    ]
-    log.info(
-        "going on from checkpoint %s at step %d; changed since: %s", uuid, state.step, ", ".join(changed) or "nothing"
-    )
+    then, now = saved["hyperparameters"], asdict(config) | {"seed": seed}
+    changed = [f"{name} was {then[name]}, is {now.get(name)}" for name in then if then[name] != now.get(name)]
+    changes = ", ".join(changed) or "nothing"
+    log.info("going on from checkpoint %s at step %d; changed since: %s", uuid, state.step, changes)
 
 
 def find_checkpoint(resume: str, directory: Path) -> str:
@@ -837,7 +826,7 @@ def describe(config: Config, seed: int, ranks: int, local_ranks: int, amp_dtype:
         power = min(int(math.log10(max(count, 1)) / 3), 4)
         return f"{count / 1000**power:.4g} {['', 'k', 'M', 'G', 'T'][power]}B"
 
-    shard = 4 * n / shards
+    held = 4 * n / shards
     lines = {
         "model": f"{n:,} parameters: {config.n_layers} blocks of width {config.d_model}, {config.n_heads} heads",
         "ranks": f"{ranks}: {ranks // local_ranks} node(s) x {local_ranks}; {replicas} replica(s) x {shards} shard(s)",
@@ -849,7 +838,7 @@ def describe(config: Config, seed: int, ranks: int, local_ranks: int, amp_dtype:
         "run": f"{config.max_steps:,} steps, {config.max_steps * step_tokens:,} tokens; seed {seed}",
         "periods": f"report every {config.reporting_period}, validation every {config.validation_period}, "
         f"checkpoint every {config.checkpoint_period} steps",
-        "memory": f"{size(4 * shard)} a rank: weights {size(shard)}, gradients {size(shard)}, Adam {size(2 * shard)}; "
+        "memory": f"{size(4 * held)} a rank: weights {size(held)}, gradients {size(held)}, Adam {size(2 * held)}; "
         "gathered units and activations on top",
         "traffic": f"{size(micro_batches * traffic)} received a rank and step",
         "checkpoint": size(12 * n),
@@ -857,16 +846,6 @@ def describe(config: Config, seed: int, ranks: int, local_ranks: int, amp_dtype:
         f"floor of the validation loss {data.entropy:.3f}, the entropy of the data",
     }
     return "\n".join(f"  {name:11}{text}" for name, text in lines.items()).replace("torch.", "")
-
-
-def report_at_once(core_context: core.Context) -> None:
-    """Let each report return when the master has it. Determined 0.38.1 sends metrics from a thread, some time later.
-
-    A checkpoint could be known to the master before the metrics of its step, which a run that goes on from it would
-    not report again: if they fail, they would be missing for good.
-    """
-    if shipper := getattr(core_context._metrics, "_shipper", None):  # none off-cluster
-        shipper.publish_metrics = shipper._post_metrics
 
 
 def trace_steps(core_context: core.Context, config: Config) -> AbstractContextManager[Any]:
@@ -900,7 +879,10 @@ def train(
     if state.step >= config.max_steps:
         log.info("nothing left to do at step %d of %d; to go on, raise max_steps", state.step, config.max_steps)
         return
-    report_at_once(core_context)
+    # Let each report return when the master has it. Determined 0.38.1 sends metrics from a thread, some time later: if
+    # that fails, the checkpoint of the same step may be known already, and no run would report those metrics again.
+    if shipper := getattr(core_context._metrics, "_shipper", None):  # none off-cluster
+        shipper.publish_metrics = shipper._post_metrics
     if config.core_api_profiler:
         core_context.profiler.on()
 
@@ -908,12 +890,12 @@ def train(
     sums = torch.zeros(3, device=device)  # of loss, gradient norm and 1, since the last report
     first_step = reported_step = state.step
     start = reported_at = time.perf_counter()
-    hidden = True if rank else None  # None: where there is no terminal
-    bar = tqdm(initial=first_step, total=config.max_steps, unit="step", disable=hidden)
+    # None hides it where there is no terminal.
+    bar = tqdm(initial=first_step, total=config.max_steps, unit="step", disable=True if rank else None)
     with trace_steps(core_context, config) as trace, logging_redirect_tqdm(), bar:
         for step in range(first_step + 1, config.max_steps + 1):
             is_last = step == config.max_steps
-            # Each implies the next: what is saved was validated and found finite, and no sum is under way.
+            # Each implies the next, so what is saved was just found finite, and no mean is half summed up.
             checkpoint_due = is_last or step % config.checkpoint_period == 0
             validation_due = checkpoint_due or step % config.validation_period == 0
             report_due = validation_due or step % config.reporting_period == 0
@@ -936,30 +918,27 @@ def train(
             signal.alarm(round(PATIENCE.total_seconds()))
             metrics = training_metrics(state, sums, step - reported_step, reported_at, config)
             # All ranks hold the same numbers, so all go the same way. At a scale below 1, float16 overflows for good.
-            least = {"loss_scale": 1.0}
-            bad = [f"{k} = {v:g}" for k, v in metrics.items() if not math.isfinite(v) or v < least.get(k, v)]
+            bad = [f"{k} = {v:g}" for k, v in metrics.items() if not math.isfinite(v) or (k == "loss_scale" and v < 1)]
             if bad:
                 stop(
                     f"training is not finite in steps {reported_step + 1}..{step}: {', '.join(bad)}. Nothing was saved "
-                    "from them: go on from the checkpoint before, or start again, with a lower lr, a longer warm-up or "
-                    "amp_dtype = null"
+                    "from them: resume or start again with a lower lr, a longer warm-up or amp_dtype = null"
                 )
             seconds = (time.perf_counter() - start) / (step - first_step) * (config.max_steps - step)
             text = " | ".join(f"{name} {value:.5g}" for name, value in metrics.items())
             log.info("step %d/%d | %s | ETA %s", step, config.max_steps, text, timedelta(seconds=round(seconds)))
-            if rank == 0:
-                core_context.train.report_training_metrics(step, metrics)
-                core_context.train.report_progress(step / config.max_steps)
             if validation_due:
                 validation_loss = validate(state.model, validation_data, config, amp_dtype)
                 if not math.isfinite(validation_loss):
                     stop(f"validation_loss = {validation_loss} is not finite at step {step}. Nothing was saved from it")
                 log.info("step %d/%d | validation_loss %.5g", step, config.max_steps, validation_loss)
-                if rank == 0:
-                    # `batches` is what a search can measure time in.
-                    core_context.train.report_validation_metrics(
-                        step, {"validation_loss": validation_loss, "batches": step}
-                    )
+            # While rank 0 waits for the master, the others wait in the Core API, where they have PATIENCE, not TIMEOUT.
+            if rank == 0:
+                core_context.train.report_training_metrics(step, metrics)
+                core_context.train.report_progress(step / config.max_steps)
+                if validation_due:  # `batches` is what a search can measure time in
+                    report = {"validation_loss": validation_loss, "batches": step}
+                    core_context.train.report_validation_metrics(step, report)
             if checkpoint_due:
                 checkpoint = save(core_context, state, config, seed, trial_id)
                 log.info("step %d/%d | checkpoint %s", step, config.max_steps, checkpoint)
@@ -1036,9 +1015,7 @@ def main() -> None:
     try:
         if info:
             if len(sys.argv) > 1:
-                raise ConfigError(
-                    f"arguments {sys.argv[1:]}: on a cluster, write them as hyperparameters of the experiment"
-                )
+                raise ConfigError(f"arguments {sys.argv[1:]}: on a cluster, write them as hyperparameters")
             hparams, seed = info.trial.hparams, info.trial.trial_seed
         else:
             args = parse_arguments()

@@ -413,7 +413,7 @@ def test_two_nodes_with_the_settings_of_the_large_run(
     tmp_path: Path,
 ) -> None:
     experiment = yaml_safe_load((ROOT / "distributed.yaml").read_text())
-    # Not compile, which takes minutes.
+    # With compile: the test after this one.
     kept = ("sharding", "reduce_dtype", "activation_checkpointing", "core_api_profiler")
     # 3 micro-batches of 1 sequence on each of the 4 ranks.
     hparams = HPARAMS | {name: experiment["hyperparameters"][name] for name in kept} | {"micro_batch_size": 1}
