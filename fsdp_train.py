@@ -357,6 +357,11 @@ def shard(model: nn.Module, config: Config, device: torch.device, amp_dtype: tor
             # With torch's own random numbers, so that dropout is the same as without compile.
             block.forward = torch.compile(block.forward, dynamic=False, options={"fallback_random": True})  # type: ignore[method-assign]
 
+    # FSDP would untie a weight that two modules share, and leave a meta buffer as memory was; neither would be saved.
+    lost = model.state_dict().keys() - dict(model.named_parameters()).keys()
+    lost |= {name for name, buffer in model.named_buffers() if buffer.is_meta}
+    if lost:
+        raise RuntimeError(f"{', '.join(sorted(lost))}: tied weights or buffers; see Make it yours in the README")
     ranks = dist.get_world_size()
     shards = count_shards(config, ranks, int(os.environ["LOCAL_WORLD_SIZE"]))
     hybrid = shards < ranks

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import determined as det
@@ -236,6 +236,17 @@ def test_compiled_and_recomputed_blocks_give_the_same_losses(sharding: str, tmp_
             # Blocks that run the same code share their graphs, of training and validation, but not in torch 2.3.
             apart = hparams.get("n_layers", 2) if torch.__version__ < "2.4" else 1
             assert graphs == (2 * apart + 1 if "compile" in way else 0), (hparams, way)
+
+
+def test_refuses_a_model_that_would_not_be_what_it_seems() -> None:
+    tied, buffered, mask = (cast(Transformer, fsdp_train.build_model(tiny_config())) for _ in range(3))
+    tied.head.out.weight = tied.embedding.token
+    buffered.head.register_buffer("scale", torch.ones(32))
+    with torch.device("meta"):
+        mask.blocks[0].register_buffer("mask", torch.ones(16, 16), persistent=False)
+    for model, name in ((tied, "head.out.weight"), (buffered, "head.scale"), (mask, "blocks.0.mask")):
+        with pytest.raises(RuntimeError, match=f"^{name}: tied weights or buffers"):
+            fsdp_train.shard(model, tiny_config(), CPU, None)
 
 
 @pytest.mark.parametrize("ranks", VARIANTS)
