@@ -215,12 +215,13 @@ def parse_arguments() -> argparse.Namespace:
     """The command line of a local run. Raises ConfigError for a wrong one."""
 
     def error(message: str) -> NoReturn:
-        raise ConfigError(message)
+        raise ConfigError(f"{message}; hyperparameters are written key=value, such as max_steps=100")
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = error  # type: ignore[method-assign]  # its own would print the usage on every rank
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="hyperparameter that replaces the file's")
-    parser.add_argument("--config", type=Path, default=Path("config.yaml"), metavar="FILE", help="(%(default)s)")
+    default = Path("config.yaml")
+    parser.add_argument("--config", type=Path, default=default, metavar="FILE", help="experiment config (%(default)s)")
     parser.add_argument("--resume", metavar="latest|UUID", help="checkpoint in --checkpoint-dir to go on from")
     parser.add_argument("--checkpoint-dir", type=Path, default=Path("checkpoints"), metavar="DIR", help="(%(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="say what slots_per_trial ranks would do, and stop")

@@ -404,6 +404,10 @@ def ranks(_: core.Context, amp: str | None, rounds: int) -> list[Row]:
     note = f"step {milliseconds(seconds['step'])}, compute {milliseconds(seconds['compute'])}"
     note += f", communication {milliseconds(seconds['communicate'])}"
     note += f"; copies in compute {1000 * sum(copying) / (rounds + 2):.3g} ms"
+    reached, link = count_flops(config) / world / statistics.median(seconds["compute"]), bound / world
+    note += (
+        f"; {reached / 1e9:.3g} GFLOP/s and {link / statistics.median(seconds['communicate']) / 1e9:.3g} GB/s a rank"
+    )
     told = banner_bytes(config, amp_dtype, "traffic")
     rows = [
         Row(f"bound / step of 2 ranks ({label})", over(least, seconds["step"]), low=0.95, note=note),

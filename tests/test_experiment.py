@@ -145,7 +145,14 @@ def test_upload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     left_behind = ["checkpoints/uuid/__0_0.distcp", "traces/rank0.1.pt.trace.json", "__pycache__/model.cpython-310.pyc"]
-    left_behind += ["weights.pt", ".venv/bin/python", ".git/HEAD", ".mypy_cache/x.json", ".pytest_cache/README.md"]
+    left_behind += [
+        "weights.pt",
+        "tokens.bin",
+        ".venv/bin/python",
+        ".git/HEAD",
+        ".mypy_cache/x.json",
+        ".pytest_cache/README.md",
+    ]
     left_behind += [".ruff_cache/x"]
     for name in {*listed, *left_behind}:
         path = tmp_path / name
