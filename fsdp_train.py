@@ -995,7 +995,7 @@ def stop(message: str) -> NoReturn:
 
 def exit_on_signal(signum: int, _: Any) -> None:
     """Exit at once: a half-written checkpoint is never resumed from, so there is nothing to tidy up."""
-    if os.environ["RANK"] == "0":
+    if os.environ["RANK"] == "0" or signum == signal.SIGALRM:  # which takes all ranks, whichever is first
         cause = f" after {PATIENCE} of waiting: does the master answer?" if signum == signal.SIGALRM else ""
         os.write(2, f"\nfsdp_train.py: ended by {signal.Signals(signum).name}{cause}\n".encode())
     os._exit(128 + signum)

@@ -566,5 +566,5 @@ def test_a_master_that_never_answers_is_not_waited_for_for_ever(
         master.preempt_at(2)
     outcome = run_trial(master, workdir / "driver.py", workdir, HPARAMS, slots=slots)
     assert outcome.code != 0
-    assert outcome.text.count("ended by SIGALRM after 1:00:00 of waiting: does the master answer?") == 1
+    assert "ended by SIGALRM after 1:00:00 of waiting: does the master answer?" in outcome.text
     assert master.violations == []
