@@ -6,6 +6,7 @@ import math
 import os
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -189,17 +190,11 @@ def test_trains_like_the_plain_loop(
     assert all("loss_scale" not in m for m in reports["training"])
 
 
-# By sharding: ranks, and the settings in which compiled and recomputed blocks are compared with plain ones, with the
-# tolerance of the losses. 5 blocks are more than torch 2.3 compiles by itself.
+# By sharding: ranks, and the settings in which compiled and recomputed blocks are compared with plain ones, all with
+# dropout, and the tolerance of the losses. 5 blocks are more than torch 2.3 compiles by itself.
 BLOCKS: dict[str, tuple[int, list[tuple[dict[str, Any], float]]]] = {
-    "full": (
-        2,
-        [
-            ({"dropout": 0.1, "n_layers": 5}, 1e-5),
-            ({"amp_dtype": "bfloat16", "dropout": 0.1}, 1e-3),
-        ],
-    ),
-    "hybrid": (4, [({"dropout": 0.1}, 1e-5), ({"amp_dtype": "bfloat16", "dropout": 0.1}, 1e-3)]),
+    "full": (2, [({"n_layers": 5}, 1e-5), ({"n_layers": 1, "amp_dtype": "bfloat16"}, 1e-3)]),
+    "hybrid": (4, [({"n_layers": 1}, 1e-5), ({"n_layers": 1, "amp_dtype": "bfloat16"}, 1e-3)]),
 }
 WAYS = [{"activation_checkpointing": True}, {"compile": True}, {"activation_checkpointing": True, "compile": True}]
 
@@ -216,7 +211,7 @@ def losses_of_blocks(core_context: core.Context, sharding: str) -> list[list[tup
             torch._dynamo.utils.counters.clear()
             periods = {"max_steps": 4, "reporting_period": 1, "validation_period": 2, "checkpoint_period": 4}
             batch = {"global_batch_size": 2 * ranks, "sharding": sharding}
-            config = fsdp_train.parse_config(tiny(**periods, **batch, **hparams, **way), ranks, 2)
+            config = fsdp_train.parse_config(tiny(**periods, **batch, **hparams, **way, dropout=0.1), ranks, 2)
             reports = reports_of_training(core_context, config)
             losses = [m["loss"] for m in reports["training"]] + [m["validation_loss"] for m in reports["validation"]]
             results[-1].append((losses, torch._dynamo.utils.counters["stats"]["unique_graphs"]))
@@ -234,7 +229,7 @@ def test_compiled_and_recomputed_blocks_give_the_same_losses(sharding: str, tmp_
             allowed = tolerance if "compile" in way else 0
             assert losses == pytest.approx(plain_losses, abs=allowed), (hparams, way)
             # Blocks that run the same code share their graphs, of training and validation, but not in torch 2.3.
-            apart = hparams.get("n_layers", 2) if torch.__version__ < "2.4" else 1
+            apart = hparams["n_layers"] if torch.__version__ < "2.4" else 1
             assert graphs == (2 * apart + 1 if "compile" in way else 0), (hparams, way)
 
 
@@ -642,7 +637,10 @@ def attempt(core_context: core.Context, config: fsdp_train.Config, loss: Callabl
         # No sleep: it waits for the launcher, which ends the other ranks.
         patch.object(fsdp_train, "time", SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)),
         contextlib.redirect_stderr(io.StringIO()) as stderr,
+        warnings.catch_warnings(),
     ):
+        # Once in a while torch 2.3 says so of what an earlier run has left.
+        warnings.filterwarnings("ignore", "Deallocating Tensor that still has live PyObject references")
         try:
             fsdp_train.train(core_context, config, SEED, CPU)
         except SystemExit as end:
