@@ -1008,15 +1008,16 @@ def main() -> None:
         os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"), "1")
         os.environ["MASTER_ADDR"] = "127.0.0.1"
     rank, ranks, local_ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
+    info = det.get_cluster_info()
+    for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, exit_on_signal)
+    signal.signal(signal.SIGALRM, exit_on_signal if info else signal.SIG_IGN)  # locally there is no master to wait for
     signal.alarm(round(PATIENCE.total_seconds()))
     logging.basicConfig(level=logging.ERROR if rank else logging.INFO, format=det.LOG_FORMAT)
     logging.getLogger("determined").setLevel(logging.WARNING)
     logging.getLogger("determined.common.storage").setLevel(logging.ERROR)  # warns at every restore
     warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")  # as it should, in a world of one
     warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # inside torch 2.3's checkpoints
-    info = det.get_cluster_info()
     args = argparse.Namespace(dry_run=False, resume=None, checkpoint_dir=None)
     try:
         if info:

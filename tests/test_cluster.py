@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -14,11 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import boto3  # type: ignore[import-untyped]
 import pytest
 from cluster import Outcome, can_unshare, launch_line, processes, run_trial
 from determined.common.context import read_v1_context
 from determined.common.util import yaml_safe_load
-from launch import ROOT, SCRIPT, run
+from launch import ROOT, SCRIPT, finish, run, start
+from moto.server import ThreadedMotoServer
 from stub_master import Json, StubMaster
 from tiny import TINY, overrides, tiny
 from torch.distributed.checkpoint import FileSystemReader
@@ -191,6 +194,7 @@ def test_every_validation_has_what_a_search_needs(sample: Json, workdir: Path) -
 
 
 def test_what_cannot_work_is_an_invalid_hyperparameter(master: StubMaster, workdir: Path) -> None:
+    master.reset("POST .*/early_exit")
     outcome = run_trial(master, SCRIPT, workdir, HPARAMS | {"global_batch_size": 13, "n_heads": 3})
     assert outcome.code == 0, outcome.text
     assert master.early_exits == ["EXITED_REASON_INVALID_HP"] * 2
@@ -322,8 +326,7 @@ class Bucket(NamedTuple):
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[Bucket]:
-    boto3, moto_server = pytest.importorskip("boto3"), pytest.importorskip("moto.server")
-    server = moto_server.ThreadedMotoServer("127.0.0.1", 0)
+    server = ThreadedMotoServer("127.0.0.1", 0)
     server.start()
     host, port = server.get_host_and_port()
     keys = {"access_key": "key", "secret_key": "secret"}
@@ -565,3 +568,12 @@ def test_a_master_that_never_answers_is_not_waited_for_for_ever(
     assert outcome.code != 0
     assert "ended by SIGALRM after 1:00:00 of waiting: does the master answer?" in outcome.text
     assert master.violations == []
+
+
+def test_a_local_run_waits_for_no_master(workdir: Path) -> None:
+    unpack_upload(workdir)
+    (workdir / "driver.py").write_text(
+        IMPATIENT.replace("alarm(min(seconds, 5))", "signal.setitimer(0, min(seconds, 0.01))")
+    )
+    outcome = finish(start([sys.executable, "driver.py", *overrides()], workdir))
+    assert outcome.code == 0, outcome.text
