@@ -1,24 +1,23 @@
 """Watch `fsdp_train.train` from inside a rank: what it reports, saves and polls, and the numbers that it leaves."""
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from determined import core
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import fsdp_train
 
-SEED = 5
 FIRST_SCALE = 2.0**20  # of the loss: one float16 step overflows, and more once the scale has grown
-# These two depend on the machine.
-VOLATILE = ("tokens_per_second", "peak_memory_gib")
+VOLATILE = ("tokens_per_second", "peak_memory_gib")  # these depend on the machine
 
 
 @dataclass
@@ -34,9 +33,9 @@ class Observed:
     messages: list[str] = field(default_factory=list)  # of the log
     held: dict[str, Tensor] = field(default_factory=dict)  # this rank's weights and Adam states at the end
     scaler: dict[str, Any] = field(default_factory=dict)  # at the end
-    saved_whole: dict[str, Tensor] = field(default_factory=dict)  # gathered at the last save, if asked for
-    loaded_whole: dict[str, Tensor] = field(default_factory=dict)  # gathered right after loading, if asked for
-    loaded: dict[str, Any] = field(default_factory=dict)  # the rest of the state right after loading
+    loaded: dict[str, Any] = field(default_factory=dict)  # the state right after loading
+    loaded_whole: dict[str, Tensor] = field(default_factory=dict)  # gathered then
+    saved_whole: dict[str, Tensor] = field(default_factory=dict)  # gathered at the last save
 
     def numbers(self, kind: str) -> dict[int, dict[str, Any]]:
         return {step: metrics for what, step, metrics in self.reports if what == kind}
@@ -46,9 +45,8 @@ def held(state: fsdp_train.TrainState) -> dict[str, Tensor]:
     """Copies of what this rank holds: its part of every weight, and the optimizer's state for it."""
     copies = {}
     for name, p in state.model.named_parameters():
-        if p.numel():
-            copies[name] = p.detach().clone()
-            copies |= {f"{name}: {key}": value.clone() for key, value in state.optimizer.state[p].items()}
+        copies[name] = p.detach().clone()
+        copies |= {f"{name}: {key}": value.clone() for key, value in state.optimizer.state[p].items() if p.numel()}
     return copies
 
 
@@ -58,21 +56,20 @@ def whole(state: fsdp_train.TrainState) -> dict[str, Tensor]:
     weights = {name: p.detach().clone() for name, p in state.model.named_parameters()}
     for moment in ("", "exp_avg", "exp_avg_sq"):
         with torch.no_grad():
-            for p in state.model.parameters() if moment else ():
-                p.copy_(state.optimizer.state[p][moment])
+            for p in state.model.parameters():
+                if moment and p.numel():
+                    p.copy_(state.optimizer.state[p][moment])
         with FSDP.summon_full_params(state.model, writeback=False):
             for name, p in state.model.named_parameters():
-                gathered[f"{name.replace('_fsdp_wrapped_module.', '')} {moment}"] = p.detach().clone()
+                gathered[f"{name} {moment}"] = p.detach().clone()
     with torch.no_grad():
         for name, p in state.model.named_parameters():
             p.copy_(weights[name])
     # Only those who hold some of a parameter count its steps.
     counts = {n: state.optimizer.state[p]["step"].item() for n, p in state.model.named_parameters() if p.numel()}
-    everywhere = [counts] * dist.get_world_size()
-    dist.all_gather_object(everywhere, counts)
-    for name in weights:
-        (count,) = {each[name] for each in everywhere if name in each}
-        gathered[f"{name.replace('_fsdp_wrapped_module.', '')} step"] = torch.tensor(count)
+    for each in fsdp_train.everywhere(lambda: counts):
+        gathered |= {f"{name} step": torch.tensor(count) for name, count in each.items()}
+        assert all(counts.get(name, count) == count for name, count in each.items()), (counts, each)
     return gathered
 
 
@@ -90,10 +87,11 @@ def captured_log(messages: list[str]) -> Iterator[None]:
 
 def observe(
     core_context: core.Context,
-    config: fsdp_train.Config,
+    run: fsdp_train.Run,
+    storage: Path,
     *,
     stop: int | None = None,
-    checkpoint: str | None = None,
+    checkpoint: str = "",
     trial_id: int | None = None,
     gather: bool = False,
 ) -> Observed:
@@ -104,9 +102,11 @@ def observe(
     seen = Observed()
     states: list[fsdp_train.TrainState] = []
     original = {name: getattr(fsdp_train, name) for name in ("build_state", "train_step", "save", "load")}
+    place = checkpoint if trial_id or not checkpoint else str(storage / checkpoint)
+    run = dataclasses.replace(run, checkpoint=place, trial_id=trial_id)
 
-    def build_state(*args: Any, **kwargs: Any) -> fsdp_train.TrainState:
-        state = original["build_state"](*args, **kwargs)
+    def build_state(*args: Any) -> fsdp_train.TrainState:
+        state = original["build_state"](*args)
         if state.scaler.is_enabled():
             state.scaler.load_state_dict(
                 {**state.scaler.state_dict(), "scale": FIRST_SCALE, "growth_factor": 16.0, "growth_interval": 3}
@@ -114,29 +114,24 @@ def observe(
         states.append(state)
         return state
 
-    def train_step(state: fsdp_train.TrainState, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def train_step(state: fsdp_train.TrainState, tokens: Tensor, *args: Any) -> Any:
         step = state.step + 1
         seen.batches[step] = tokens.clone()
         seen.rates.append((step, [group["lr"] for group in state.optimizer.param_groups]))
-        return original["train_step"](state, tokens, *args, **kwargs)
+        return original["train_step"](state, tokens, *args)
 
-    def save(*args: Any, **kwargs: Any) -> str:
+    def save(*args: Any) -> str:
         if gather:
             seen.saved_whole = whole(states[0])
-        uuid = original["save"](*args, **kwargs)
+        uuid = original["save"](*args)
         seen.saved.append((states[0].step, uuid))
         return uuid
 
-    def load(*args: Any, **kwargs: Any) -> None:
-        original["load"](*args, **kwargs)
+    def load(*args: Any) -> None:
+        original["load"](*args)
         state = states[0]
-        seen.loaded = {
-            "step": state.step,
-            "skipped_steps": state.skipped_steps,
-            "position": state.data.position,
-            "scaler": state.scaler.state_dict(),
-            "held": held(state),
-        }
+        seen.loaded = {"step": state.step, "skipped_steps": state.skipped_steps, "position": state.data.position}
+        seen.loaded |= {"scaler": state.scaler.state_dict(), "held": held(state)}
         if gather:
             seen.loaded_whole = whole(state)
 
@@ -153,6 +148,7 @@ def observe(
         for replacement in (build_state, train_step, save, load):
             stack.enter_context(mock.patch.object(fsdp_train, replacement.__name__, replacement))
         stack.enter_context(mock.patch.object(core_context.preempt, "should_preempt", should_preempt))
+        stack.enter_context(mock.patch.object(fsdp_train.faulthandler, "dump_traceback_later"))
         patch_report = mock.patch.multiple(
             core_context.train,
             report_training_metrics=report("training"),
@@ -161,9 +157,7 @@ def observe(
         )
         stack.enter_context(patch_report)
         stack.enter_context(captured_log(seen.messages))
-        # The banner takes as long as several tiny steps.
-        stack.enter_context(mock.patch.object(fsdp_train, "describe", return_value="", create=True))
-        fsdp_train.train(core_context, config, SEED, torch.device("cpu"), trial_id, checkpoint)
+        fsdp_train.train(core_context, run)
     seen.held = held(states[0])
     seen.scaler = states[0].scaler.state_dict()
     return seen
@@ -171,10 +165,6 @@ def observe(
 
 def differences(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     """The names whose tensors are not bit for bit those of the other dict, or that only one has."""
-    return [
-        name for name in sorted(a.keys() | b.keys()) if name not in a or name not in b or not same(a[name], b[name])
-    ]
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a, b)
+    both = a.keys() & b.keys()
+    wrong = {name for name in both if a[name].dtype != b[name].dtype or not torch.equal(a[name], b[name])}
+    return sorted(wrong | (a.keys() ^ b.keys()))

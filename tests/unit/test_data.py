@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_config
 from torch import Tensor
 
-from data import SyntheticTokens
-from fsdp_train import build_data
+from data import SyntheticTokens, build_data
+from fsdp_train import Config
+from tiny import tiny_config
 
-CPU = torch.device("cpu")
 CYCLE = 5
 
 
 def stream(**arguments: Any) -> SyntheticTokens:
     defaults = {
         "seed": 11,
+        "split": "training",
         "vocab_size": 16,
         "branching": 4,
         "seq_len": 9,
@@ -27,7 +27,6 @@ def stream(**arguments: Any) -> SyntheticTokens:
         "size_in_batches": CYCLE,
         "rank": 0,
         "world_size": 1,
-        "device": CPU,
     }
     return SyntheticTokens(**{**defaults, **arguments})
 
@@ -104,7 +103,7 @@ def test_goes_on_where_it_was_saved(position: int, world_size: int, used: int) -
     saved = stream()
     draw(saved, position)
     state = saved.state_dict()
-    assert state == {"position": position}
+    assert state == {"position": position, "global_batch_size": 12}
     rest = draw(saved, 2 * CYCLE)
     parts = []
     for rank in range(world_size):
@@ -143,7 +142,7 @@ def test_seeds_once_per_cycle_from_one_place(monkeypatch: pytest.MonkeyPatch) ->
     assert len(SEEDINGS) == 4, "at most one cycle to draw again"
     next(source)
     assert len(SEEDINGS) == 4
-    assert {seed for seed, _ in SEEDINGS} == {11}
+    assert {seed for seed, _ in SEEDINGS} == {source.seed}
     assert len({place for _, place in SEEDINGS}) == 1, SEEDINGS
 
 
@@ -169,26 +168,46 @@ def test_refuses(arguments: dict[str, int], numbers: list[str]) -> None:
     assert all(number in str(error.value) for number in numbers)
 
 
+def both(config: Config, rank: int = 0, ranks: int = 1) -> list[SyntheticTokens]:
+    return [build_data(config, split, rank, ranks) for split in ("training", "validation")]
+
+
 def test_training_and_validation_do_not_overlap() -> None:
     config = tiny_config(vocab_size=64, max_seq_len=32, simulated_size_in_batches=40, validation_batches=20)
-    training, validation = build_data(config, 1, 0, 1, CPU)
+    training, validation = both(config)
     seen = {tuple(row) for batch in draw(training, 40) for row in batch.tolist()}
     unseen = {tuple(row) for batch in draw(validation, 20) for row in batch.tolist()}
     assert len(seen) == 40 * 12 and len(unseen) == 20 * 12
     assert not seen & unseen
     assert training.seed != validation.seed
-    assert same(draw(training, 40), draw(build_data(config, 1, 0, 1, CPU)[0], 40)), "a cycle is the configured one"
-    assert same(draw(validation, 20), draw(build_data(config, 1, 0, 1, CPU)[1], 20))
+    for stream_of, cycle in ((training, 40), (validation, 20)):
+        assert same(draw(stream_of, cycle), draw(both(config)[cycle == 20], cycle)), "a cycle is the configured one"
 
 
 def test_streams_of_neighbouring_seeds_differ() -> None:
-    config = tiny_config()
-    seeds = [source.seed for seed in range(50) for source in build_data(config, seed, 0, 1, CPU)]
+    seeds = [source.seed for seed in range(50) for source in both(tiny_config(seed=seed))]
     assert len(set(seeds)) == 100
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
 def test_ranks_share_the_validation_data() -> None:
-    config = tiny_config(ranks=2)
-    parts = [next(build_data(config, 1, rank, 2, CPU)[1]) for rank in range(2)]
-    assert torch.equal(torch.cat(parts), next(build_data(config, 1, 0, 1, CPU)[1]))
+    parts = [next(both(tiny_config(ranks=2), rank, 2)[1]) for rank in range(2)]
+    assert torch.equal(torch.cat(parts), next(both(tiny_config())[1]))
+
+
+def test_another_batch_size_does_not_go_on_somewhere_else() -> None:
+    source = stream()
+    draw(source, 3)
+    with pytest.raises(ValueError, match=r"global_batch_size = 6, but 3 batches of 12 .* go on with 12"):
+        stream(global_batch_size=6).load_state_dict(source.state_dict())
+
+
+def test_tokens_are_drawn_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the default device; and come in pinned memory where there is a GPU to copy them to."""
+    with torch.device("meta"):
+        source = stream()
+    assert source.generator.device.type == "cpu"
+    pinned: list[Tensor] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tokens: pinned.append(tokens) or tokens)
+    assert next(source) is pinned[0]

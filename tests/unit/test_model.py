@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_config
 
 from data import SyntheticTokens
-from fsdp_train import build_model, learning_rate, next_token_loss
-from model import LayerNorm, Transformer
+from fsdp_train import next_token_loss
+from model import LayerNorm, Transformer, build_model, decay_groups, learning_rate, peak_flops
+from tiny import tiny_config
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"vocab_size": 32, "max_seq_len": 16, "d_model": 16, "n_heads": 2, "n_layers": 2},
@@ -32,12 +32,12 @@ def test_loss_starts_at_that_of_a_guess(size: str, seed: int) -> None:
         seed=seed,
         vocab_size=shape["vocab_size"],
         branching=None,
+        split="training",
         seq_len=shape["max_seq_len"],
         global_batch_size=64,
         size_in_batches=1,
         rank=0,
         world_size=1,
-        device=torch.device("cpu"),
     )
     with torch.no_grad():
         loss = next_token_loss(model, next(data), None)
@@ -125,7 +125,7 @@ def test_dropout_only_in_training() -> None:
 
 
 def test_sizes_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"d_model = 16 .* n_heads = 3"):
+    with pytest.raises(ValueError, match=r"n_heads = 3 does not divide d_model = 16: use (2|4)"):
         Transformer(**{**SIZES["tiny"], "n_heads": 3})
     with pytest.raises(ValueError, match=r"17 tokens .* max_seq_len = 16"):
         Transformer(**SIZES["tiny"])(torch.zeros(1, 17, dtype=torch.long))
@@ -173,3 +173,47 @@ def test_learning_rate_rises_then_falls() -> None:
     rates = [learning_rate(step, config) for step in range(1, 15)]
     assert max(rates) == rates[3] == config.lr
     assert all(rate > 0 for rate in rates)
+
+
+def test_only_matrices_decay() -> None:
+    config = tiny_config(weight_decay=0.3)
+    model = Transformer(**SIZES["tiny"])
+    others, matrices = decay_groups(list(model.parameters()), config)
+    assert (others["weight_decay"], matrices["weight_decay"]) == (0.0, 0.3)
+    assert len(others["params"]) == 5 and all(p.ndim == 1 for p in others["params"])
+    assert len(matrices["params"]) == 11 and all(p.ndim == 2 for p in matrices["params"])
+
+
+def test_recomputing_is_exact() -> None:
+    """Values, gradients and dropout masks are those of a block that keeps its activations."""
+    gradients = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        model = Transformer(**SIZES["tiny"], dropout=0.3, recompute=recompute)
+        torch.manual_seed(1)
+        model(torch.arange(16)[None]).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True) if a is not None and b is not None)
+
+
+def test_flops_per_token() -> None:
+    """6 N + 12 L T C, computed by hand for 7504 parameters, 2 blocks, 16 tokens, width 16."""
+    assert Transformer(**SIZES["tiny"]).flops_per_token() == 6 * 7504 + 12 * 2 * 16 * 16
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB, compute capability 8.0", (312e12, 19.5e12)),
+        ("NVIDIA A10, compute capability 8.6", (125e12, 31.2e12)),
+        ("NVIDIA H100 80GB HBM3, compute capability 9.0", (989e12, 67e12)),
+        ("NVIDIA H200, compute capability 9.0", (989e12, 67e12)),
+        ("Tesla T4, compute capability 7.5", (65e12, 8.1e12)),
+        ("Tesla V100-SXM2-16GB, compute capability 7.0", (125e12, 15.7e12)),
+        ("NVIDIA A10G, compute capability 8.6", (0, 0)),
+        ("NVIDIA H100 PCIe, compute capability 9.0", (0, 0)),
+        ("CPU that multiplies bfloat16", (0, 0)),
+    ],
+)
+def test_peak_flops(name: str, peak: tuple[float, float]) -> None:
+    assert (peak_flops(name, torch.float16), peak_flops(name, None)) == peak
