@@ -6,11 +6,11 @@
 
 A stopped run resumes on any number of ranks: on as many CPUs bit for bit, else to rounding.
 
-Map: hyperparameters, precision, model and data, sharding and optimizer, step and metrics, the loop.
-Whoever stops there has read it all; appendices: metrics, checkpoints, configuration, start and end.
+Map: hyperparameters, precision, sharding and optimizer, step and metrics, the loop. Whoever stops
+there has read it all; appendices: metrics, checkpoints, configuration, start and end.
 
-Change first: 1. your model: `build_model`, `BLOCK`, `UNITS`, `SHAPE`. 2. your tokens: `build_data`.
-3. your hyperparameters: `Config` and the YAML files. 4. `build_optimizer` and `learning_rate`.
+Change first: 1. model.py: your model, its units and learning rate. 2. data.py: your tokens. 3. the
+values in config.yaml. 4. `Config`, for hyperparameters of your own.
 
 A step is an optimizer step over `global_batch_size` sequences, a loss is in nats per token.
 COLLECTIVE marks what all ranks must reach, in the same order.
@@ -19,6 +19,7 @@ COLLECTIVE marks what all ranks must reach, in the same order.
 import argparse
 import contextlib
 import faulthandler
+import functools
 import json
 import logging
 import math
@@ -483,12 +484,13 @@ def watch_search(run: Run) -> None:
     """Set `run.stopped` once a search has stopped the trial; Determined 0.38.1 sends no signal."""
     # For a thread of its own: a master that does not answer delays nothing.
     searcher = json.loads(os.environ["DET_EXPERIMENT_CONFIG"])["searcher"]
+    warn_once = functools.lru_cache(log.warning)  # of the same words
     while searcher["name"] != "single" and not run.stopped.wait(2):
         try:
             if "STOPPING_COMPLETED" in str(client.get_trial(run.trial_id or 0).state):
                 run.stopped.set()
-        except Exception as problem:  # of the same only the first is shown
-            warnings.warn(f"does the search go on? {problem!r}", stacklevel=1)
+        except Exception as problem:
+            warn_once(f"does the search go on? {problem!r}")
 
 
 # ==== Appendix: checkpoints ====

@@ -8,12 +8,13 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import fsdp_train
 import pytest
 from determined.cli import _declarative_argparse
 from determined.cli import experiment as det_experiment
 from determined.common.context import read_v1_context
 from determined.common.util import yaml_safe_load
+
+import fsdp_train
 from expconf import IDLE, apply_cli, problems
 
 Json = dict[str, Any]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from determined.common.api.errors import APIException
 from determined.experimental import client
+
 from stub_master import TOKEN_HEADER, USER_HEADER, StubMaster, shape
 
 Json = dict[str, Any]
