@@ -555,8 +555,7 @@ def save(core_context: core.Context, state: TrainState, run: Run) -> str:
 
 def read_train_state(path: Path, run: Run | None = None) -> Json:
     """The content of train_state.json. Raises Refusal if it is not what this script writes."""
-    # Or, for a `run`, if the checkpoint is of another model, or a file was changed: each rank reads
-    # some of its node's.
+    # For a `run`, also if of another model or changed; each rank reads some of its node's files.
     try:
         document = json.loads((path / "train_state.json").read_text())
         saved = document["train_state"]
@@ -754,17 +753,17 @@ def everywhere(action: Callable[[], Any]) -> list[Any]:
     # So none goes on alone, or waits for one that is gone.
     outcomes: Any = [None] * dist.get_world_size()
     try:
-        outcome: Any = (action(), None)
+        outcome: Any = (action(), "")
     except det.InvalidHP as error:
         outcome = None, error
     except (Refusal, argparse.ArgumentError) as error:
-        outcome = None, Refusal(f"{error}")
+        outcome = None, f"{error}"
     except (OSError, ValueError, RuntimeError, dcp.CheckpointException) as error:
-        outcome = None, Refusal(str(error).strip().split("\n")[-1])
+        outcome = None, str(error).strip().split("\n")[-1]
     dist.all_gather_object(outcomes, outcome)  # COLLECTIVE
     for rank, (_, problem) in enumerate(outcomes):
         if problem:
-            raise type(problem)(f"{problem} (rank {rank})")
+            raise problem if type(problem) is det.InvalidHP else Refusal(f"{problem} (rank {rank})")
     return [result for result, _ in outcomes]
 
 
@@ -778,7 +777,7 @@ def read_place() -> list[int]:
         )
         if tasks != "1":
             raise Refusal(f"{tasks} tasks, but no RANK, so each would train alone: use {LAUNCH}")
-        given = dict(zip(given, "0101010", strict=True))
+        given = dict(zip(given, "0101010"))
         os.environ |= given | {"MASTER_ADDR": "127.0.0.1"}
     place = [int(text) for text in given.values() if text.isdecimal()]
     if len(place) < len(given) or any(place[i] >= place[i + 1] for i in (0, 2, 4)):
@@ -825,6 +824,7 @@ def connect(device: torch.device) -> core.DistributedContext:
     return core.DistributedContext.from_torch_distributed(chief)
 
 
+@functools.cache
 def settle(info: det.ClusterInfo | None, ranks: int) -> tuple[Config, Json]:
     """What this rank has read, and all must agree on. Raises Refusal, det.InvalidHP or OSError."""
     hparams, folder, checkpoint = read_settings(info)
@@ -866,12 +866,12 @@ def start() -> None:
     device = choose_device(local_rank, local_ranks, bool(info))
     channel = connect(device)
     try:
-        views = everywhere(lambda: settle(info, ranks))
+        views = everywhere(lambda: str(settle(info, ranks)))
         for other, view in enumerate(views):
-            for here, there in zip(str(views[0]).split(", "), str(view).split(", "), strict=False):
+            for here, there in zip(views[0].split(", "), view.split(", ")):
                 if here != there:
                     raise Refusal(f"rank 0 has {here}, but rank {other} has {there}")
-        config, where = views[0]
+        config, where = settle(info, ranks)
         capability, name = min(everywhere(lambda: bfloat16_capability(device)))
         amp_dtype, why = choose_amp_dtype(config.amp_dtype, device.type, capability, name)
     except det.InvalidHP as problem:
@@ -919,8 +919,8 @@ def main() -> None:
         CheckpointNotFound,
         ModuleNotFoundError,
     ) as problem:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"\nfsdp_train.py: {problem}", file=sys.stderr, flush=True)
+        if not dist.is_initialized() or os.environ["LOCAL_RANK"] == "0":
+            print(f"\nfsdp_train.py: {problem}", file=sys.stderr)
         else:
             time.sleep(5)  # a launcher kills all ranks once one is gone: let the other speak
         sys.exit(1)

@@ -1,5 +1,6 @@
 """Stopping changes nothing: not the numbers on as many ranks, and on others nothing but rounding."""
 
+import functools
 import itertools
 import json
 import os
@@ -305,7 +306,7 @@ def refusals(core_context: core.Context, storage: Path) -> dict[str, tuple[str, 
             shutil.rmtree(storage / "damaged", ignore_errors=True)
             shutil.copytree(storage / intact, storage / "damaged")
             word = damage(name, storage / "damaged", dice)
-        attempt(name, "damaged", fsdp_train.everywhere(lambda word=word: word)[0])
+        attempt(name, "damaged", fsdp_train.everywhere(functools.partial(str, word))[0])
         fsdp_train.everywhere(lambda: None)  # nobody reads any more when the next copy is made
     for changes in OTHERS:
         attempt(f"other {changes}", intact, "is of another model", **changes)

@@ -126,7 +126,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
     place = ("--checkpoint-dir", str(small_disk / "checkpoints"))
-    sizes = {"d_model": 24, "amp_dtype": None}
+    sizes: dict[str, Any] = {"d_model": 24, "amp_dtype": None}
     outcome = train(tmp_path / "a", *place, **sizes)
     assert outcome.code == 1, outcome.text
     assert outcome.text.count("fsdp_train.py: ") == 1 and "Traceback" not in outcome.text, outcome.text

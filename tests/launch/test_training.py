@@ -1,6 +1,7 @@
 """Training under FSDP: the same numbers however it is split, in the dtypes that it says, and an end when they fail."""
 
 import contextlib
+import functools
 import math
 import re
 import warnings
@@ -218,10 +219,10 @@ def test_compiled_and_recomputed_blocks_give_the_same_losses(
 
 def refused(_: core.Context) -> dict[str, str]:
     tied, buffered, mask, good = (fsdp_train.build_model(tiny_config()) for _ in range(4))
-    tied.head.out.weight = tied.embedding.token  # type: ignore[assignment]
+    tied.head.out.weight = tied.embedding.token
     buffered.head.register_buffer("scale", torch.ones(32))
     with torch.device("meta"):
-        mask.blocks[0].register_buffer("mask", torch.ones(16, 16), persistent=False)  # type: ignore[operator]
+        mask.blocks[0].register_buffer("mask", torch.ones(16, 16), persistent=False)
     messages = {}
     units: dict[str, Any] = {"units": (Embedding, Head, nn.TransformerEncoderLayer)}
     for name, model in (("head.out.weight", tied), ("head.scale", buffered), ("blocks.0.mask", mask), ("units", good)):
@@ -341,7 +342,13 @@ def probe(run: fsdp_train.Run) -> tuple[Dtypes, float]:
 
 def right_dtypes(amp_dtype: str | None, reduce_dtype: str | None) -> Dtypes:
     low = getattr(torch, amp_dtype or "float32")
-    full = ("norm, forward", "norm, backward", "softmax, forward", "softmax, backward", "loss, forward")
+    full: tuple[str, ...] = (
+        "norm, forward",
+        "norm, backward",
+        "softmax, forward",
+        "softmax, backward",
+        "loss, forward",
+    )
     full += ("loss, backward", "loss", "gradients", "norm of the gradients", "weights", "Adam")
     right = {kind: {torch.float32} for kind in full}
     right |= {kind: {low} for kind in ("gathered", "matmul, forward", "matmul, backward")}
@@ -496,7 +503,8 @@ def fail(core_context: core.Context) -> dict[str, tuple[str, list[int]]]:
     """How runs with a number that is not finite on rank 1 end here, and the steps that they saved."""
     ends = {}
     for name, (amp, change, step, training, _) in FAILURES.items():
-        save, saved, message = fsdp_train.save, [], ""
+        saved: list[int] = []
+        save, message = fsdp_train.save, ""
 
         def spy(context: Any, state: Any, run: Any, save: Any = save, saved: Any = saved) -> str:
             saved.append(state.step)
@@ -534,7 +542,7 @@ def agree(_: core.Context) -> dict[Any, Any]:
     agreed: dict[Any, Any] = {}
     for pair in (("A100", "T4"), ("T4", "A100"), ("H100", "A100"), ("V100", "T4")):
         name = pair[dist.get_rank()]
-        weakest = min(fsdp_train.everywhere(lambda name=name: (capabilities[name], name)))
+        weakest = min(fsdp_train.everywhere(functools.partial(tuple, (capabilities[name], name))))
         for setting in ("auto", "bfloat16"):
             try:
                 agreed[pair, setting] = fsdp_train.choose_amp_dtype(setting, "cuda", *weakest)
@@ -568,10 +576,10 @@ def test_two_jobs_on_one_host_learn(tmp_path: Path) -> None:
     small = torchrun(*CONFIG, *overrides(micro_batch_size=5, amp_dtype="bfloat16"), ranks=2, cwd=folders["tiny"])
     outcome = longer.finish()
     one = run(*CONFIG, *overrides(max_steps=4), ranks=0, cwd=folders["one"])
-    for ended, folder in ((small, "tiny"), (outcome, "longer"), (one, "one")):
+    for ended, job in ((small, "tiny"), (outcome, "longer"), (one, "one")):
         assert ended.code == 0, ended.text
         assert "Traceback" not in ended.text and "warn" not in ended.text.lower(), ended.text
-        assert [path.name for path in folders[folder].iterdir()] == ["checkpoints"]
+        assert [path.name for path in folders[job].iterdir()] == ["checkpoints"]
 
     losses = [float(loss) for loss in re.findall(r"  validation_loss ([\d.]+)", outcome.text)]
     assert math.log(4) < losses[-1] < 1.1 * math.log(4), "near the floor, not below"

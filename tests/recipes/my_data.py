@@ -3,6 +3,7 @@
 The last twentieth of the file is for validation.
 """
 
+import os
 from typing import Any
 
 import numpy as np
@@ -19,21 +20,23 @@ class SyntheticTokens:
     entropy = 0.0  # no better floor is known for real text
 
     def __init__(self, config: Any, split: str, rank: int, ranks: int) -> None:
-        try:
-            tokens = np.memmap(PATH, DTYPE, mode="r")
-        except ValueError:
-            raise RuntimeError(f"{PATH} is empty: write token ids of type {DTYPE.__name__} into it") from None
+        size = os.stat(PATH).st_size
+        if not size or size % np.dtype(DTYPE).itemsize:
+            raise RuntimeError(f"{PATH} has {size} bytes: write token ids of type {DTYPE.__name__} into it")
+        tokens = np.memmap(PATH, DTYPE, mode="r")
         if config.global_batch_size % ranks:
             raise ValueError(f"global_batch_size = {config.global_batch_size} does not divide by the {ranks} ranks")
         if tokens.max() >= config.vocab_size:
             raise RuntimeError(f"{PATH} has the id {tokens.max()}: vocab_size must be above it")
-        cut = len(tokens) * 19 // 20
-        self.tokens = tokens[:cut] if split == "training" else tokens[cut:]
         self.seq_len, self.global_batch_size = config.max_seq_len, config.global_batch_size
+        cut = len(tokens) * 19 // 20
+        parts = {"training": tokens[:cut], "validation": tokens[cut:]}
+        for name, part in parts.items():  # both, before the first step
+            if (len(part) - 1) // self.seq_len < self.global_batch_size:
+                needed = self.global_batch_size * self.seq_len + 1
+                raise RuntimeError(f"{PATH} has {len(part)} tokens for {name}: a global batch needs {needed}")
+        self.tokens = parts[split]
         self.length = (len(self.tokens) - 1) // self.seq_len  # a sequence's last token is the first of the next
-        if self.length < self.global_batch_size:
-            needed = self.global_batch_size * self.seq_len + 1
-            raise RuntimeError(f"{PATH} has {len(self.tokens)} tokens for {split}: a global batch needs {needed}")
         rows = self.global_batch_size // ranks
         self.rows = slice(rank * rows, (rank + 1) * rows)
         self.seed, self.position, self.epoch = config.seed, 0, -1  # position: sequences drawn since the start
@@ -44,7 +47,8 @@ class SyntheticTokens:
     def __next__(self) -> Tensor:
         batch = range(self.position, self.position + self.global_batch_size)
         self.position += self.global_batch_size
-        return torch.from_numpy(np.stack([self.sequence(index) for index in batch[self.rows]]))
+        tokens = torch.from_numpy(np.stack([self.sequence(index) for index in batch[self.rows]]))
+        return tokens.pin_memory() if torch.cuda.is_available() else tokens
 
     def sequence(self, index: int) -> Any:
         epoch, place = divmod(index, self.length)
@@ -55,11 +59,13 @@ class SyntheticTokens:
 
     def state_dict(self) -> dict[str, int]:
         """In sequences, so that another global batch goes on at the very next one."""
-        return {"position": self.position, "seq_len": self.seq_len}
+        return {"position": self.position, "max_seq_len": self.seq_len, "sequences": self.length, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        if state.get("seq_len", self.seq_len) != self.seq_len:
-            raise ValueError(f"max_seq_len = {self.seq_len}, but the position was counted with {state['seq_len']}")
+        """Go on with the sequence after `state["position"]`; ValueError if it was counted in another order."""
+        now = {**self.state_dict(), "position": state["position"]}
+        if other := [f"{key} = {now.get(key)}, but it was {was}" for key, was in state.items() if now.get(key) != was]:
+            raise ValueError(f"the data's order is not that of before: {'; '.join(other)}")
         self.position = state["position"]
 
 

@@ -35,7 +35,7 @@ def losses(outcome: Outcome, name: str = "validation_loss") -> list[float]:
 def test_your_model_and_tied_embeddings(project: Path) -> None:
     """With the lines that the recipe shows, and no other change."""
     shutil.copy(HERE / "my_model.py", project)
-    lines = re.findall(r"^    (from my_model.*|BLOCK, .*|Transformer = .*)$", (HERE / "my_model.py").read_text(), re.M)
+    lines = re.findall(r"^ *(from my_model.*|BLOCK, .*|Transformer = .*)$", (HERE / "my_model.py").read_text(), re.M)
     assert len(lines) == 3
     model = (project / "model.py").read_text()
     (project / "model.py").write_text(model + "\n\n" + "\n".join(lines) + "\n")
@@ -73,11 +73,12 @@ def test_your_data(project: Path) -> None:
     assert checked.code == 0, checked.text
 
     for content, more, says in (
-        (b"", (), "tokens.bin is empty"),
+        (b"", (), "tokens.bin has 0 bytes"),
         (b"\x05" * 100, (), "tokens.bin has 95 tokens for training: a global batch needs 513"),
         (b"\x05" * 6000, (), "tokens.bin has 300 tokens for validation: a global batch needs 513"),
         (b"\xff" * 20000, (), "tokens.bin has the id 255: vocab_size must be above it"),
         (text, ("max_seq_len=16", "--resume", "latest", "vocab_size=256"), "is of another model"),
+        (bytes(len(text) - 100), ("--resume", "latest"), "but it was"),
     ):
         (project / "tokens.bin").write_bytes(content)
         outcome = train(project, *settings, *more)

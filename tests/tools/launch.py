@@ -37,7 +37,18 @@ ROOT = TOOLS.parent.parent
 SCRIPT = ROOT / "fsdp_train.py"
 HANG = 600  # seconds after which a job counts as hung
 Env = dict[str, str] | None
-FOREIGN = ("DET_", "TORCHELASTIC_", "PET_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "PYTHONPATH")
+FOREIGN = (
+    "DET_",
+    "TORCHELASTIC_",
+    "PET_",
+    "MASTER_",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "GROUP_",
+    "PYTHONPATH",
+    "INTER_TRAIN",
+)
 
 # What the script and determined import, some of it late, and what tests import. Nothing here may start a thread.
 PRELOAD = """

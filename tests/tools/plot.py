@@ -1,4 +1,4 @@
-"""Draw the losses in a run's log: python tests/plot.py LOG PNG (needs matplotlib)."""
+"""Draw the losses in a run's log: python tests/tools/plot.py LOG PNG (needs matplotlib)."""
 
 import re
 import sys
@@ -9,9 +9,9 @@ import matplotlib.pyplot as plt
 
 def main(log: Path, picture: Path) -> None:
     text = log.read_text()
-    training = re.findall(r"step (\d+)/\d+ \| loss ([\d.]+)", text)
-    validation = re.findall(r"step (\d+)/\d+ \| validation_loss ([\d.]+)", text)
-    floors = re.findall(r"floor of the validation loss ([\d.]+)", text)
+    training = re.findall(r"step (\d+)/\d+  loss ([\d.]+)", text)
+    validation = re.findall(r"step (\d+)/\d+  validation_loss ([\d.]+)", text)
+    floors = re.findall(r"^  floor +([\d.]+)", text, re.M)
     figure, axes = plt.subplots(figsize=(6, 3))
     axes.plot([int(step) for step, _ in training], [float(loss) for _, loss in training], label="training")
     axes.plot([int(step) for step, _ in validation], [float(loss) for _, loss in validation], "o", label="validation")

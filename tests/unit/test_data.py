@@ -209,5 +209,5 @@ def test_tokens_are_drawn_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert source.generator.device.type == "cpu"
     pinned: list[Tensor] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(Tensor, "pin_memory", lambda tokens: pinned.append(tokens) or tokens)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tokens: pinned.append(tokens) or tokens)  # type: ignore[func-returns-value]
     assert next(source) is pinned[0]

@@ -11,7 +11,7 @@ from fsdp_train import next_token_loss
 from model import LayerNorm, Transformer, build_model, decay_groups, learning_rate, peak_flops
 from tiny import tiny_config
 
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"vocab_size": 32, "max_seq_len": 16, "d_model": 16, "n_heads": 2, "n_layers": 2},
     "two tokens": {"vocab_size": 2, "max_seq_len": 32, "d_model": 8, "n_heads": 1, "n_layers": 1},
     "wide": {"vocab_size": 64, "max_seq_len": 8, "d_model": 1024, "n_heads": 8, "n_layers": 1},

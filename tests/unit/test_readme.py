@@ -1,72 +1,115 @@
-"""What the README says exists, and its map of the script is true."""
+"""What the READMEs say exists, their line references are right, and their commands are ones that programs take."""
 
+import argparse
 import dataclasses
 import re
+import shlex
+import shutil
+from pathlib import Path
 
 import pytest
+from determined.cli import _declarative_argparse, cli
 
 import fsdp_train
-from launch import ROOT
+import line_links
+from launch import ROOT, run
+from tiny import overrides
 
 README = (ROOT / "README.md").read_text()
-SCRIPT = (ROOT / "fsdp_train.py").read_text()
 TESTS = (ROOT / "tests/README.md").read_text()
+SOURCES = "".join((ROOT / name).read_text() for name in ("fsdp_train.py", "model.py", "data.py"))
+BLOCKS = re.findall(r"```bash\n(.*?)```", README + TESTS, re.S)
+INLINE = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", README + TESTS, flags=re.S))
+COMMANDS = [line for block in BLOCKS for line in block.replace("\\\n", " ").splitlines()] + INLINE
+# What others say that have a row in the troubleshooting.
+FOREIGN = {"Timed out", "address already in use", "CUDA out of memory", "can't allocate memory", "exitcode: -9", "500"}
+FOREIGN |= {"No module named 'tensorboard'", "externally-managed-environment", "workspace/project not found", "Timeout"}
+FOREIGN |= {"cannot unmarshal string into"}
 
 
-def test_the_map_has_the_right_lines() -> None:
-    lines = SCRIPT.splitlines()
-    heads = [
-        (n, line.strip("#-= ").removeprefix("Appendix: "))
-        for n, line in enumerate(lines, 1)
-        if re.match(r"# [-=]{4} ", line)
-    ]
-    ends = [n - 1 for n, _ in heads[1:]] + [len(lines)]
-    right = [f"| {n}-{end} | {name} |" for (n, name), end in zip(heads, ends, strict=True)]
-    assert re.findall(r"^\| \d+-\d+ \| .* \|$", README, re.M) == right, "the map should be\n" + "\n".join(right)
+def test_line_references() -> None:
+    heads = re.findall(r"^# [-=]{4} (.+?) [-=]{4}$", (ROOT / "fsdp_train.py").read_text(), re.M)
+    assert re.findall(r"^\| \[([^`\]]+)\]\(fsdp_train\.py#L", README, re.M) == heads, "a section that the map lacks"
+    assert line_links.corrected(README) == README, "run python tests/tools/line_links.py"
 
 
-def test_files_and_links_exist() -> None:
-    for text, folder in ((README, ROOT), (TESTS, ROOT / "tests")):
-        for link in re.findall(r"\]\((?!https)([^)#]+)\)", text):
-            assert (folder / link).exists(), link
-    for name in re.findall(r"\btests/[\w/]+\.\w+|\b\w+\.(?:py|yaml|png)\b", README + TESTS):
-        assert any((ROOT / place / name).exists() for place in ("", "tests", "tests/tools", "tests/recipes")), name
-
-
-def test_every_hyperparameter_has_a_row() -> None:
-    table = README.split("## Hyperparameters")[1].split("Reported are")[0]
-    fields = {field.name for field in dataclasses.fields(fsdp_train.Config)} - {"seed", "slots_per_trial"}
-    assert set(re.findall(r"^\| `(\w+)` \|", table, re.M)) == fields
-
-
-def test_what_can_be_deleted_exists() -> None:
-    table = README.split("What to delete first")[1].split("## ")[0]
-    for name in re.findall(r"`(\w+)`", table):
-        assert name in SCRIPT, name
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "must be numbers, and a rank below its size",
-        "tasks, but no RANK",
-        "no process group",
-        "cannot be used",
-        "cannot be saved to",
-        "ranks on this node",
-        "is not finite",
-        "is older",
-        "does the search go on?",
-        "slots, but",
-        "stopped by the search",
-    ],
-)
-def test_troubleshooting_quotes_the_script(words: str) -> None:
-    assert words in README and words in SCRIPT
-
-
-def test_commands_and_options_exist() -> None:
-    for option in ("--resume", "--config", "--checkpoint-dir", "--dry-run"):
-        assert option in README and f'"{option}"' in SCRIPT
-    assert README.count("-m pytest") == 1, ".ci/run takes this line"
+def test_size_and_words() -> None:
+    lines = re.sub(r"```.*?```", "", README, flags=re.S).splitlines()
+    assert [line for line in lines if len(line) > 120 and not line.startswith("|") and "](http" not in line] == []
     assert len(README.splitlines()) <= 300
+
+
+def test_named_files_exist() -> None:
+    for text, folder in ((README, ROOT), (TESTS, ROOT / "tests")):
+        for link in re.findall(r"\]\((?!https:)([^)#]+)", text):
+            assert (folder / link).exists(), link
+    made = {"my_data.py", "my_model.py"}  # by a `cp` of the README
+    for name in set(re.findall(r"\btests/[\w/]+\.\w+|\b\w+\.(?:py|yaml|png|txt)\b", README + TESTS)) - made:
+        places = ("", "tests", "tests/tools", "tests/launch", "tests/cluster")
+        assert any((ROOT / place / name).exists() for place in places), name
+
+
+def test_newcomers_commands_set_themselves_up() -> None:
+    train, test = [command for command in COMMANDS if command.startswith("python3 -m venv .venv && ")]
+    ending = "torchrun --standalone --nproc-per-node 2 fsdp_train.py"
+    assert train.endswith(f" && .venv/bin/pip install -q -r requirements.txt && .venv/bin/{ending}")
+    assert test.endswith(" && .venv/bin/pip install -q -r tests/requirements.txt && .venv/bin/python -m pytest")
+    assert next(line for line in README.splitlines() if "-m pytest" in line) == test, ".ci/run takes this line"
+
+
+def test_hyperparameters_and_metrics() -> None:
+    table = README.split("## Hyperparameters")[1].split("Reported are")[0]
+    names = [name for row in re.findall(r"^\| (`.+?) \|", table, re.M) for name in re.findall(r"`(\w+)`", row)]
+    fields = {field.name for field in dataclasses.fields(fsdp_train.Config)} - {"seed", "slots_per_trial"}
+    assert sorted(names) == sorted(fields)
+    for name in set(re.findall(r"`(\w+)`", README.split("Reported are")[1].split("\n\n")[0])) - {"float16"}:
+        assert f'"{name}"' in SOURCES, name
+
+
+def test_troubleshooting_quotes_the_script() -> None:
+    rows = README.split("## Troubleshooting")[1].split("|---|---|\n")[1]
+    quoted = [words for row in re.findall(r"^\| (.+?) \| ", rows, re.M) for words in re.findall(r"`([^`]+)`", row)]
+    assert len(quoted) > 25
+    for words in set(quoted) - FOREIGN:
+        assert words in SOURCES, words
+
+
+def test_commands_of_the_cli(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that create an experiment are checked as the master does in tests/cluster."""
+    monkeypatch.chdir(ROOT)
+    parser = argparse.ArgumentParser()
+    _declarative_argparse.add_args(parser, cli.all_args_description)
+    commands = {command for command in COMMANDS if re.match(r"det \w+ \w+ \S", command)}
+    assert len(commands) > 12
+    for command in commands:
+        try:
+            parser.parse_args(shlex.split(command)[1:])
+        except (argparse.ArgumentError, SystemExit) as problem:
+            raise AssertionError(f"no such command: {command}") from problem
+
+
+def test_commands_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    commands = [
+        re.split(r"(?:^| )fsdp_train\.py", c)[1] for c in COMMANDS if re.match(r"(torchrun|python) .*train\.py", c)
+    ]
+    assert len(commands) >= 5
+    for arguments in commands:
+        monkeypatch.setattr("sys.argv", ["fsdp_train.py", *shlex.split(arguments)])
+        hparams, _, _ = fsdp_train.read_settings(None)
+        fsdp_train.parse_config(hparams, hparams["slots_per_trial"])
+
+
+def test_what_can_be_deleted(tmp_path: Path) -> None:
+    """All of it at once: the script still trains on two ranks, and resumes on one."""
+    rows = README.split("## What to delete first")[1].split("|---|---|---|\n")[1].split("\n\n")[0]
+    gone = {number for lines in line_links.statements(rows) for number in lines}
+    lines = (ROOT / "fsdp_train.py").read_text().splitlines(keepends=True)
+    for name in ("model.py", "data.py", "config.yaml"):
+        shutil.copy(ROOT / name, tmp_path)
+    script = tmp_path / "fsdp_train.py"
+    script.write_text("".join(line for number, line in enumerate(lines, 1) if number not in gone))
+    for arguments, ranks in ((["max_steps=8"], 2), (["max_steps=12", "--resume", "latest"], 1)):
+        outcome = run(*overrides(), *arguments, ranks=ranks, cwd=tmp_path, script=script)
+        assert outcome.code == 0 and "done: validation_loss" in outcome.text, outcome.text
+    assert "at step 8 of checkpoint" in outcome.text
