@@ -809,7 +809,7 @@ def bfloat16_capability(device: torch.device) -> tuple[tuple[int, int], str]:
     known: Json = getattr(torch.cpu, "get_capabilities", dict)()
     if known.get("avx512_bf16") or known.get("amx_bf16"):
         return (8, 0), "CPU that multiplies bfloat16"
-    return (0, 0), "CPU not known to; amp_dtype=bfloat16 runs an A100's path, slowly"
+    return (0, 0), "CPU not known to; amp_dtype=bfloat16 runs a new GPU's path, slowly"
 
 
 def connect(device: torch.device) -> core.DistributedContext:
