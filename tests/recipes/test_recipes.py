@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +67,6 @@ def test_your_data(project: Path) -> None:
     spy += "a, b = make(16), make(8); rows = [r.tolist() for t in islice(a, 3) for r in t]\n"
     spy += "c = make(16); next(c); b.load_state_dict(c.state_dict())\n"
     spy += "assert [r.tolist() for t in islice(b, 4) for r in t] == rows[16:], 'rows skipped or repeated'"
-    subprocess.run(["python3", "-c", "pass"], check=True)
     checked = run("--help", ranks=0, cwd=project, script=project / "fsdp_train.py", before=spy)
     assert checked.code == 0, checked.text
 
