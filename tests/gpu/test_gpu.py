@@ -1,0 +1,200 @@
+"""On CUDA GPUs: what the tests on CPUs take on trust. One GPU is enough, two or more check sharding over NCCL too.
+
+Every run is real processes under torchrun: one that has used CUDA cannot be forked. Numbers agree to rounding only, for
+attention and compiled kernels add in any order.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launch import HANG, ROOT, Outcome, torchrun
+from model import peak_flops
+from processes import whole_checkpoints
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+GPUS = torch.cuda.device_count()
+WORLDS = [1, 2] if GPUS > 1 else [1]
+Hparams = dict[str, Any]
+Gpu = dict[str, Any]  # name, capability, memory
+Runs = dict[int, tuple[Outcome, Path]]  # and their folders, by number of ranks
+
+# Large enough for tensor cores, attention kernels and several units; ends near its floor of ln(4) = 1.386.
+SMALL: Hparams = {"global_batch_size": 32, "max_seq_len": 128, "vocab_size": 512, "d_model": 256, "n_heads": 4}
+SMALL |= {"n_layers": 4, "lr": 1e-3, "warmup_steps": 10, "simulated_size_in_batches": 1000, "max_steps": 60}
+SMALL |= {"reporting_period": 10, "validation_period": 30, "checkpoint_period": 60, "amp_dtype": None}
+
+# Each rank prints a line for each report.
+DRIVER = f"""
+import json, os, sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch, fsdp_train
+SOURCE
+report = fsdp_train.training_metrics
+def training_metrics(state, *arguments):
+    metrics = report(state, *arguments)
+    line = json.dumps({{"rank": int(os.environ["RANK"]), "step": state.step, **metrics}})
+    os.write(1, ("METRICS" + line + "\\n").encode())
+    return metrics
+fsdp_train.training_metrics = training_metrics
+fsdp_train.main()
+"""
+
+# Of large models, whose checkpoints have gigabytes.
+NO_SAVE = """
+import shutil, types
+fsdp_train.save = lambda *_: "of nothing"
+shutil.disk_usage = lambda _: types.SimpleNamespace(free=1 << 60)
+"""
+
+
+def train(folder: Path, ranks: int, *arguments: str, source: str = "", **hparams: Any) -> Outcome:
+    """Run the script with SMALL hyperparameters, changed by `hparams`; `source` runs before it."""
+    driver = folder / "driver.py"
+    driver.write_text(DRIVER.replace("SOURCE", source))
+    words = [f"{key}={json.dumps(value)}" for key, value in {**SMALL, **hparams}.items()]
+    config = ("--config", str(ROOT / "config.yaml"))
+    outcome = torchrun(*config, *arguments, *words, ranks=ranks, cwd=folder, script=driver)
+    assert outcome.code == 0, outcome.text
+    return outcome
+
+
+def reports(outcome: Outcome, rank: int = 0) -> dict[int, dict[str, float]]:
+    """The training metrics by step."""
+    lines = map(json.loads, re.findall(r"^METRICS(\{.*\})$", outcome.text, re.M))
+    return {line["step"]: line for line in lines if line["rank"] == rank}
+
+
+def losses(outcome: Outcome) -> list[float]:
+    """Of all reports, then of all validations."""
+    validation = re.findall(r"^.*step \d+/\d+  validation_loss ([\d.]+)", outcome.text, re.M)
+    return [metrics["loss"] for metrics in reports(outcome).values()] + [float(loss) for loss in validation]
+
+
+@pytest.fixture(scope="module")
+def gpus() -> list[Gpu]:
+    """Name, capability and memory of each GPU, from a process of its own: this one leaves them alone."""
+    source = "import json, torch; c = torch.cuda; print(json.dumps([dict(name=p.name, capability=[p.major, p.minor], "
+    source += "memory=p.total_memory) for p in map(c.get_device_properties, range(c.device_count()))]))"
+    told = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=HANG, check=True)
+    return list(json.loads(told.stdout))
+
+
+def weakest(gpus: list[Gpu]) -> Gpu:
+    return min(gpus, key=lambda gpu: (gpu["capability"], gpu["name"]))
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Undisturbed float32 runs, with a checkpoint half-way."""
+    runs = {}
+    for ranks in WORLDS:
+        folder = tmp_path_factory.mktemp(f"full{ranks}")
+        runs[ranks] = train(folder, ranks, checkpoint_period=30), folder
+    return runs
+
+
+def test_float32_learns_on_one_gpu_and_two(full: Runs, gpus: list[Gpu]) -> None:
+    first, _ = full[1]
+    for ranks, (outcome, _) in full.items():
+        assert losses(outcome) == pytest.approx(losses(first), rel=0.01), f"{ranks} GPUs see other data or weights"
+        measured = losses(outcome)
+        assert len(measured) == 8 and measured[-1] < 0.7 * measured[0], f"does not learn: {measured}"
+        for name in ("peak_memory_gib", "peak_reserved_gib", "tokens_per_second"):
+            assert all(metrics[name] > 0 for metrics in reports(outcome).values()), name
+        assert re.search(rf"ranks +1 node\(s\) x {ranks}\n", outcome.text), outcome.text
+        known = peak_flops(weakest(gpus[:ranks])["name"], None) > 0
+        assert all(("mfu" in metrics) == known for metrics in reports(outcome).values()), gpus
+
+
+def test_precision_is_that_of_the_weakest_gpu(gpus: list[Gpu], tmp_path: Path) -> None:
+    for ranks in WORLDS:
+        gpu = weakest(gpus[:ranks])
+        outcome = train(tmp_path, ranks, max_steps=2, amp_dtype="auto")
+        dtype = "bfloat16" if gpu["capability"] >= [8, 0] else "float16"
+        why = f"{gpu['name']}, compute capability {'.'.join(map(str, gpu['capability']))}"
+        assert f"precision   {dtype} (auto: {why})" in outcome.text, outcome.text
+        assert f"scaler      {'on' if dtype == 'float16' else 'off'};" in outcome.text
+
+
+VARIANTS: list[Hparams] = [{}, {"reduce_dtype": "float32", "micro_batch_size": 3, "activation_checkpointing": True}]
+
+
+@pytest.mark.parametrize("amp_dtype", ["bfloat16", "float16"])
+def test_low_precision_gives_the_losses_of_float32(full: Runs, gpus: list[Gpu], amp_dtype: str, tmp_path: Path) -> None:
+    for ranks in WORLDS:
+        if amp_dtype == "bfloat16" and weakest(gpus[:ranks])["capability"] < [8, 0]:
+            pytest.skip("bfloat16 needs compute capability 8.0")
+        for more in VARIANTS:
+            outcome = train(tmp_path, ranks, amp_dtype=amp_dtype, **more)
+            assert losses(outcome) == pytest.approx(losses(full[ranks][0]), rel=0.03), more
+            assert reports(outcome)[60].get("skipped_steps", 0) <= 2, "a few overflows only"
+
+
+def test_float16_skips_the_steps_that_overflow(tmp_path: Path) -> None:
+    """The scale starts far too high, and comes down by a factor of 2 with each step that all ranks skip."""
+    source = "import functools\n"
+    source += "fsdp_train.ShardedGradScaler = functools.partial(fsdp_train.ShardedGradScaler, init_scale=2.0**36)"
+    for ranks in WORLDS:
+        outcome = train(tmp_path, ranks, source=source, amp_dtype="float16", reporting_period=2)
+        first, *_, last = (reports(outcome)[step] for step in sorted(reports(outcome)))
+        assert "loss" not in first and first["skipped_steps"] == 2, "nothing to average where all steps were skipped"
+        assert 5 < last["skipped_steps"] < 30, last
+        assert last["loss_scale"] == 2.0 ** (36 - last["skipped_steps"])
+        assert last["loss"] < 4, "learns once the scale fits"
+        assert reports(outcome, ranks - 1)[60]["skipped_steps"] == last["skipped_steps"], "all skip the same"
+
+
+def test_compiled_blocks_give_the_same_losses(full: Runs, tmp_path: Path) -> None:
+    for ranks in WORLDS:
+        outcome = train(tmp_path, ranks, compile=True)
+        assert losses(outcome) == pytest.approx(losses(full[ranks][0]), rel=0.01)
+
+
+def test_resumes_to_rounding_on_any_number_of_gpus(full: Runs, tmp_path: Path) -> None:
+    for saved_by in WORLDS:
+        straight, folder = full[saved_by]
+        half = whole_checkpoints(folder / "checkpoints")[30]
+        for ranks in WORLDS:
+            outcome = train(tmp_path, ranks, "--resume", str(half), checkpoint_period=30)
+            assert f"at step 30 of checkpoint {half}" in outcome.text, outcome.text
+            # Three reports and a validation, of six and two.
+            expected = [*losses(straight)[3:6], losses(straight)[-1]]
+            assert losses(outcome) == pytest.approx(expected, rel=2e-3), f"of {saved_by} GPU(s), on {ranks}"
+
+
+def test_peak_memory_is_what_the_dry_run_says(tmp_path: Path) -> None:
+    """Of a model whose gathered units and activations, which are not counted there, are small: 0.3 billion."""
+    words: Hparams = {"vocab_size": 1024, "d_model": 1024, "n_heads": 8, "n_layers": 24}
+    words |= {"global_batch_size": 2, "micro_batch_size": 1, "max_steps": 4, "reporting_period": 2}
+    for ranks in WORLDS:
+        words["slots_per_trial"] = ranks
+        dry = train(tmp_path, 1, "--dry-run", **words)
+        (megabytes,) = re.findall(r"memory +([\d,.]+) MB a rank", dry.text)
+        said = float(megabytes.replace(",", "")) * 1e6
+        outcome = train(tmp_path, ranks, source=NO_SAVE, **words)
+        for rank in range(ranks):
+            measured = reports(outcome, rank)[4]["peak_memory_gib"] * 2**30
+            assert measured == pytest.approx(said, rel=0.15), f"rank {rank} of {ranks}, dry run: {said / 1e9:.2f} GB"
+
+
+def test_a_model_of_a_billion_parameters(gpus: list[Gpu], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """That of distributed.yaml, on all GPUs: how near to their peak it comes."""
+    if sum(gpu["memory"] for gpu in gpus) < 38e9:
+        pytest.skip("1.4 billion parameters need 38 GB of GPU memory, of all GPUs together")
+    shape: Hparams = {"max_seq_len": 2048, "vocab_size": 50304, "d_model": 2048, "n_heads": 16, "n_layers": 24}
+    shape |= {"global_batch_size": 8 * GPUS, "micro_batch_size": 4, "max_steps": 12, "reporting_period": 6}
+    shape |= {"amp_dtype": "auto", "reduce_dtype": "float32", "activation_checkpointing": True, "lr": 1e-4}
+    outcome = train(tmp_path, GPUS, source=NO_SAVE, **shape)
+    assert "1,418,299,392 parameters" in outcome.text
+    last = reports(outcome)[12]
+    with capsys.disabled():
+        print(f"\n1.4 billion parameters on {GPUS} x {gpus[0]['name']}, {last['peak_memory_gib']:.1f} GiB each:")
+        print(f"{last['tokens_per_second']:,.0f} tokens/s, mfu {last.get('mfu', 'not known')}")
+    assert 0 < last.get("mfu", 0.5) < 1, "more than the GPU can do: is its peak in PEAK_FLOPS right?"
