@@ -76,6 +76,8 @@ def test_a_run_that_stops_everywhere_is_the_undisturbed_run(exact_runs: list[dic
         assert [step for part in chain for step, _ in part.saved] == [*STOPS, STEPS]
         assert [step for step, _ in straight.saved] == [7, STEPS]
         assert straight.polled == REPORTED[:-1]
+    seeds = [seed for results in exact_runs for seed in results[CASES[0]][0].seeds]
+    assert len(set(seeds)) == STEPS * len(exact_runs), "each step and rank drops out other numbers"
     finals = [exact_runs[0][case][0].held for case in CASES]
     assert all(differences(a, b) for a, b in itertools.combinations(finals, 2)), "the cases differ"
     reports = exact_runs[0]["float16", 0.1][0].numbers("training")

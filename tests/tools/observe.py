@@ -29,6 +29,7 @@ class Observed:
     saved: list[tuple[int, str]] = field(default_factory=list)  # step and UUID
     polled: list[int] = field(default_factory=list)  # steps after which preemption was asked for
     rates: list[tuple[int, list[float]]] = field(default_factory=list)  # by step, of each parameter group
+    seeds: list[int] = field(default_factory=list)  # by which each step draws its dropout
     batches: dict[int, Tensor] = field(default_factory=dict)  # this rank's tokens, by step
     messages: list[str] = field(default_factory=list)  # of the log
     held: dict[str, Tensor] = field(default_factory=dict)  # this rank's weights and Adam states at the end
@@ -117,6 +118,7 @@ def observe(
     def train_step(state: fsdp_train.TrainState, tokens: Tensor, *args: Any) -> Any:
         step = state.step + 1
         seen.batches[step] = tokens.clone()
+        seen.seeds.append(torch.initial_seed())
         seen.rates.append((step, [group["lr"] for group in state.optimizer.param_groups]))
         return original["train_step"](state, tokens, *args)
 
