@@ -222,8 +222,14 @@ def test_rendezvous_of_two_nodes(master: StubMaster) -> None:
 
 
 def test_faults(master: StubMaster) -> None:
-    master.fail("POST .*/metrics", 2, 503, skip=1)
-    assert [report(master, step, {"loss": 1}) for step in (1, 2, 2, 2)] == [200, 503, 503, 200]
+    assert report(master, 1, {"loss": 1}) == 200
+    master.fail("POST .*/metrics", 2, 503)
+    assert [report(master, 2, {"loss": 1}) for _ in range(3)] == [503, 503, 200]
+    master.fail("POST .*/progress", None)
+    progress = ("POST", "trials/7/progress", {"progress": 0, "is_raw": True})
+    assert [send(master, *progress)[0] for _ in range(2)] == [500, 500]
+    master.heal()
+    assert send(master, *progress)[0] == 200
     master.reset("POST .*/metrics")
     with pytest.raises(CUT_OFF):
         report(master, 3, {"loss": 1})

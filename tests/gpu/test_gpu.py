@@ -133,8 +133,8 @@ def test_low_precision_gives_the_losses_of_float32(full: Runs, gpus: list[Gpu], 
             pytest.skip("bfloat16 needs compute capability 8.0")
         for more in VARIANTS:
             outcome = train(tmp_path, ranks, amp_dtype=amp_dtype, **more)
-            assert losses(outcome) == pytest.approx(losses(full[ranks][0]), rel=0.03), more
-            assert reports(outcome)[60].get("skipped_steps", 0) <= 2, "a few overflows only"
+            assert losses(outcome) == pytest.approx(losses(full[ranks][0]), rel=0.05), more
+            assert reports(outcome)[60].get("skipped_steps", 0) <= 1, "overflows again and again"
 
 
 def test_float16_skips_the_steps_that_overflow(tmp_path: Path) -> None:

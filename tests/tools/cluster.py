@@ -48,10 +48,10 @@ class Options(TypedDict, total=False):
     nodes: int  # default 1
     slots: int  # on each node, default 2
     latest_checkpoint: str  # a uuid, default the one that the master would give
-    storage: Json  # the experiment's `checkpoint_storage`, default a directory "storage" next to the working directory
     searcher: str  # the name of the experiment's, default "single"
     during: Callable[[Job], object]  # called all the time while the trial runs
     env: dict[str, str]  # added to the environment
+    grace: float  # of `run_trial` only, as of `Job.finish`
     task_type: str  # of `run_trial` only, default "TRIAL"
     before: str  # of `run_trial` only: see `launch.start`
 
@@ -70,7 +70,7 @@ def run_trial(
     with tempfile.TemporaryDirectory(prefix="trial-", dir="/tmp") as tmp:
         env = task_environment(master, workdir, f"python3 {script}", hparams, options) | {"TMPDIR": tmp}
         job = start(*arguments, ranks=slots * nodes, nodes=nodes, cwd=workdir, env=env, script=script, before=before)
-        outcome = job.finish(during=options.get("during", lambda _: None))
+        outcome = job.finish(during=options.get("during", lambda _: None), grace=options.get("grace", 10))
     shutil.rmtree(f"/tmp/tensorboard-{master.allocation_id}-0", ignore_errors=True)
     return outcome
 
@@ -100,8 +100,7 @@ def launch_line(master: StubMaster, line: str, workdir: Path, hparams: Json, **o
         archive.add(workdir, ".")
     master.context = context.getvalue()
     env = task_environment(master, workdir, line, hparams, options)
-    storage = json.loads(env["DET_EXPERIMENT_CONFIG"])["checkpoint_storage"]
-    needed = (storage.get("container_path", "/"), sys.prefix, sys.base_prefix)
+    needed = (master.storage.get("container_path", "/"), sys.prefix, sys.base_prefix)
     visible = [str(Path(path).resolve()) for path in needed]
     command = ["unshare", "-m", "sh", "-c", CONTAINER, "container", *(p for p in visible if p.startswith("/tmp/"))]
     envs = [env | ids_of(node) for node in range(nodes)]
@@ -119,14 +118,18 @@ def can_unshare() -> bool:
     return shutil.which("unshare") is not None and subprocess.run(trial, capture_output=True).returncode == 0
 
 
-def experiment_config(master: StubMaster, entrypoint: str, hparams: Json, storage: Json, searcher: str) -> Json:
+def experiment_config(master: StubMaster, entrypoint: str, hparams: Json, searcher: str) -> Json:
     """The experiment config as the master hands it to a trial, as far as a Core API script and its launcher read it."""
     search: Json = {"name": searcher, "metric": master.searcher_metric, "smaller_is_better": True}
     config: Json = {"name": "stub", "entrypoint": entrypoint, "max_restarts": 5, "debug": False}
     config |= {"hyperparameters": {name: {"type": "const", "val": value} for name, value in hparams.items()}}
     config |= {"searcher": search | ({"time_metric": master.time_metric} if master.time_metric else {})}
     keep = {"save_experiment_best": 0, "save_trial_best": 1, "save_trial_latest": 1}
-    config |= {"checkpoint_storage": keep | storage, "checkpoint_policy": "best", "profiling": {"enabled": False}}
+    config |= {
+        "checkpoint_storage": keep | master.storage,
+        "checkpoint_policy": "best",
+        "profiling": {"enabled": False},
+    }
     config |= {"reproducibility": {"experiment_seed": 1234}}
     config |= {"resources": {"slots_per_trial": sum(slots for _, slots in master.containers)}}
     return config | {"environment": {"environment_variables": {"cpu": [], "cuda": [], "rocm": []}}}
@@ -134,13 +137,13 @@ def experiment_config(master: StubMaster, entrypoint: str, hparams: Json, storag
 
 def task_environment(master: StubMaster, workdir: Path, entrypoint: str, hparams: Json, options: Options) -> Json:
     """What the master and the agent add to the environment of the processes of a task, on container 0."""
-    directory = workdir.resolve().parent / "storage"
-    storage = options.get("storage") or {"type": "directory", "container_path": str(directory)}
-    if storage["type"] == "directory":
-        Path(storage["container_path"]).mkdir(parents=True, exist_ok=True)
+    directory = workdir.resolve().with_name(f"{workdir.name}-storage")
+    master.storage = master.storage or {"type": "directory", "container_path": str(directory)}
+    if master.storage["type"] == "directory":
+        Path(master.storage["container_path"]).mkdir(exist_ok=True)
     latest_checkpoint = options.get("latest_checkpoint") or master.latest_checkpoint()
     steps = [c["metadata"]["steps_completed"] for c in master.checkpoints if c["uuid"] == latest_checkpoint]
-    config = experiment_config(master, entrypoint, hparams, storage, options.get("searcher", "single"))
+    config = experiment_config(master, entrypoint, hparams, options.get("searcher", "single"))
     master.hparams = hparams
     task_type, slots = options.get("task_type", "TRIAL"), list(range(master.containers[0][1]))
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])

@@ -102,7 +102,6 @@ class Fault:
     pattern: str
     count: int | None = None
     value: float = 0
-    skip: int = 0  # matching requests that pass before
     lasts: float = math.inf  # seconds from the first request that it strikes
     until: float = math.inf
 
@@ -125,6 +124,7 @@ class StubMaster:
     searcher_metric: str = "validation_loss"
     time_metric: str | None = None
     hparams: Json = field(default_factory=dict)
+    storage: Json = field(default_factory=dict)  # the experiment's `checkpoint_storage`; {}: next to the trial's files
     trial_id: int = 7
     run_id: int = 1
     task_id: str = field(default_factory=lambda: f"3.{uuid.uuid4()}")  # 3 is the experiment
@@ -199,13 +199,17 @@ class StubMaster:
         """Lets the search stop the trial at its first validation at `step` or later. Only the trial's state says so."""
         self._stop_step = step
 
-    def fail(self, pattern: str, count: int | None = 1, status: int = 500, skip: int = 0) -> None:
-        """Answers the next matching requests, or those after `skip` more, with `status`, unprocessed."""
-        self._faults.append(Fault("fail", pattern, count, status, skip))
+    def fail(self, pattern: str, count: int | None = 1, status: int = 500) -> None:
+        """Answers the next matching requests with `status`, unprocessed."""
+        self._faults.append(Fault("fail", pattern, count, status))
 
-    def fail_for(self, pattern: str, seconds: float, status: int = 500, skip: int = 0) -> None:
-        """Answers so for some time, from the next matching request on, as if the database were down."""
-        self._faults.append(Fault("fail", pattern, None, status, skip, seconds))
+    def fail_for(self, pattern: str, seconds: float) -> None:
+        """Answers 500 for some time, from the next matching request on, as if the database were down."""
+        self._faults.append(Fault("fail", pattern, None, 500, seconds))
+
+    def heal(self) -> None:
+        """Ends all faults."""
+        self._faults.clear()
 
     def reset(self, pattern: str, count: int | None = 1) -> None:
         """Closes the connection of the next matching requests, unprocessed."""
@@ -245,10 +249,7 @@ class StubMaster:
             self.requests.append((request, body))
             moment = time.monotonic()
             active = [fault for fault in self._faults if fault.count != 0 and moment < fault.until]
-            matching = [fault for fault in active if re.search(fault.pattern, request)]
-            fault = next((f for f in matching if not f.skip), Fault("none", ""))
-            for other in matching:
-                other.skip -= other.skip > 0
+            fault = next((fault for fault in active if re.search(fault.pattern, request)), Fault("none", ""))
             fault.count = fault.count and fault.count - 1
             fault.until = min(fault.until, moment + fault.lasts)
         if fault.kind == "fail":
