@@ -370,8 +370,7 @@ def training_metrics(
         if not math.isfinite(value) or (name == "loss_scale" and value < 1):
             raise Refusal(
                 f"training is not finite in steps {reported_step + 1}..{state.step}: {name} = "
-                f"{value:g}. Nothing was saved from them: resume or start again with a lower lr, a "
-                "longer warm-up or amp_dtype = null"
+                f"{value:g}. Nothing was saved from them: lower lr, warm up longer or use float32"
             )
     return metrics
 
@@ -420,9 +419,7 @@ def train(core_context: core.Context, run: Run) -> None:
             if step == first_step + 1:  # its time is that of starting and compiling
                 loss.item()  # waits for the device
                 clock = (step, time.perf_counter())
-                log.info(
-                    f"first step {time.time() - psutil.Process().create_time():.1f} s after launch"
-                )
+                log.info(f"first step after {time.time() - psutil.Process().create_time():.1f} s")
             if not report_due:
                 continue
 
@@ -489,8 +486,8 @@ def watch_search(run: Run) -> None:
         try:
             if "STOPPING_COMPLETED" in str(client.get_trial(run.trial_id or 0).state):
                 run.stopped.set()
-        except Exception as problem:
-            warn_once(f"does the search go on? {problem!r}")
+        except Exception:
+            warn_once("does the search go on? The master does not say")
 
 
 # ==== Appendix: checkpoints ====
@@ -504,12 +501,13 @@ def watch_search(run: Run) -> None:
 CHECKPOINT_FORMAT = 2
 
 
-def sharded_tensors(state: TrainState) -> tuple[Json, Json]:
-    """This rank's parts of weights and optimizer state, under the model's own names. COLLECTIVE."""
+def sharded_tensors(state: TrainState) -> tuple[Json, Any]:
+    """This rank's parts of what is saved, by the model's own names; Adam's state. COLLECTIVE."""
     if torch.__version__ < "2.4" and not torch.cuda.is_available():
         # FSDP asks CUDA for these on CPU too.
         torch.cuda.synchronize = torch.cuda.memory_summary = lambda *_: ""  # type: ignore
-    return dcp_state.get_state_dict(state.model, state.optimizer)
+    model, optimizer = dcp_state.get_state_dict(state.model, state.optimizer)
+    return {"model": model, "optimizer": optimizer["state"]}, optimizer
 
 
 def checksum(path: Path) -> int:
@@ -529,15 +527,16 @@ def save(core_context: core.Context, state: TrainState, run: Run) -> str:
         "scaler": state.scaler.state_dict(),
         "hyperparameters": asdict(run.config),
     }
-    model, optimizer = sharded_tensors(state)
-    tensors = {"model": model, "optimizer": optimizer["state"]}
+    tensors, _ = sharded_tensors(state)
     metadata = {"steps_completed": state.step}
     with core_context.checkpoint.store_path(metadata, shard=True) as (path, uuid):  # COLLECTIVE
         # Copying ahead would pin a rank's whole shard in host memory.
         writer = dcp.FileSystemWriter(path, per_thread_copy_ahead=0)
         try:
             everywhere(lambda: dcp.save(tensors, storage_writer=writer))
-            own = [*path.glob(f"__{dist.get_rank()}_*"), *path.glob(".metadata")]
+            # Locally all nodes must share the folder, and so find what rank 0 wrote.
+            common = path.glob(".metadata") if run.trial_id else [path / ".metadata"]
+            own = [*path.glob(f"__{dist.get_rank()}_*"), *common]
             train_state["files"] = everywhere(lambda: {file.name: checksum(file) for file in own})
             crc = zlib.crc32(json.dumps(train_state).encode())
             text = json.dumps({"crc32": crc, "train_state": train_state})
@@ -561,7 +560,7 @@ def read_train_state(path: Path, run: Run | None = None) -> Json:
         saved = document["train_state"]
         if zlib.crc32(json.dumps(saved).encode()) != document["crc32"]:
             raise ValueError("changed after it was written")
-    except (OSError, ValueError, TypeError, KeyError) as problem:
+    except Exception as problem:
         raise Refusal(f"train_state.json is not whole: {problem!r}")
     if saved["format"] != CHECKPOINT_FORMAT:
         raise Refusal(f"its format, {saved['format']}, is older than this script's")
@@ -583,8 +582,7 @@ def load(core_context: core.Context, state: TrainState, run: Run) -> None:
     folder: Any = contextlib.nullcontext(Path(run.checkpoint))
     if run.trial_id:
         folder = core_context.checkpoint.restore_path(run.checkpoint)  # COLLECTIVE
-    model, optimizer = sharded_tensors(state)
-    tensors = {"model": model, "optimizer": optimizer["state"]}
+    tensors, optimizer = sharded_tensors(state)
     with folder as path:
         try:
             saved = everywhere(lambda: read_train_state(path, run))[0]
@@ -596,7 +594,7 @@ def load(core_context: core.Context, state: TrainState, run: Run) -> None:
             everywhere(lambda: dcp.load(tensors, storage_reader=dcp.FileSystemReader(path)))
         except Refusal as problem:
             raise Refusal(f"checkpoint {run.checkpoint}: {problem}")
-    dcp_state.set_model_state_dict(state.model, model)
+    dcp_state.set_model_state_dict(state.model, tensors["model"])
     if fork:
         log.info(f"weights of trial {saved['trial_id']}, from step 0: {run.checkpoint}")
         return
@@ -610,7 +608,7 @@ def load(core_context: core.Context, state: TrainState, run: Run) -> None:
 
 def find_checkpoint(resume: str, directory: Path) -> Path:
     """The folder that --resume means; for `latest` that of the whole checkpoint with most steps."""
-    for path in (directory / resume, Path(resume).absolute()):
+    for path in (directory / resume, Path(resume)):
         if path.is_dir():
             return path
     found = []
@@ -680,7 +678,9 @@ def read_settings(info: det.ClusterInfo | None) -> tuple[Json, str, str]:
         hparams = info.trial.hparams | {"seed": info.trial.trial_seed}
         return hparams, "", info.latest_checkpoint or ""
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, exit_on_error=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=form, exit_on_error=False, allow_abbrev=False
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--config", type=Path, default="config.yaml")
     parser.add_argument("--resume", metavar="latest|UUID|FOLDER", default="")
@@ -753,7 +753,7 @@ def everywhere(action: Callable[[], Any]) -> list[Any]:
     # So none goes on alone, or waits for one that is gone.
     outcomes: Any = [None] * dist.get_world_size()
     try:
-        outcome: Any = (action(), "")
+        outcome: Any = action(), ""
     except det.InvalidHP as error:
         outcome = None, error
     except (Refusal, argparse.ArgumentError) as error:
@@ -772,15 +772,14 @@ def read_place() -> list[int]:
     names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE MASTER_PORT"
     given = {name: os.environ.get(name, "") for name in names.split()}
     if not any(given.values()):
-        tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get(
-            "OMPI_COMM_WORLD_SIZE", "1"
-        )
-        if tasks != "1":
+        counts = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+        if (tasks := max(map(os.environ.get, counts, "111"))) > "1":
             raise Refusal(f"{tasks} tasks, but no RANK, so each would train alone: use {LAUNCH}")
         given = dict(zip(given, "0101010"))
         os.environ |= given | {"MASTER_ADDR": "127.0.0.1"}
     place = [int(text) for text in given.values() if text.isdecimal()]
-    if len(place) < len(given) or any(place[i] >= place[i + 1] for i in (0, 2, 4)):
+    wrong = len(place) < 7 or place[1] != place[3] * place[5]  # nodes have as many ranks
+    if wrong or any(place[i] >= place[i + 1] for i in (0, 2, 4)):
         raise Refusal(f"{given}: must be numbers, and a rank below its size: start with {LAUNCH}")
     return place[:4]
 
@@ -815,13 +814,13 @@ def bfloat16_capability(device: torch.device) -> tuple[tuple[int, int], str]:
 def connect(device: torch.device) -> core.DistributedContext:
     """Join the process group, and the Core API's own channel. Raises Refusal. COLLECTIVE."""
     address = os.environ.get("MASTER_ADDR", "nothing")
+    place = f"MASTER_ADDR = {address}, port {os.environ['MASTER_PORT']}: no process group"
     try:
         chief = socket.gethostbyname(address)  # IPv4, for the Core API knows no other
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
-    except (OSError, ValueError, RuntimeError) as problem:
-        place = f"MASTER_ADDR = {address}, port {os.environ['MASTER_PORT']}"
-        raise Refusal(f"{place}: no process group: {problem}")
-    return core.DistributedContext.from_torch_distributed(chief)
+        return core.DistributedContext.from_torch_distributed(chief)
+    except Exception as problem:
+        raise Refusal(f"{place}: {problem}")
 
 
 @functools.cache
@@ -839,9 +838,9 @@ def settle(info: det.ClusterInfo | None, ranks: int) -> tuple[Config, Json]:
         except OSError as problem:
             raise Refusal(f"--checkpoint-dir {folder}: cannot be used: {problem}")
         checkpoint = checkpoint and str(find_checkpoint(checkpoint, Path(folder)))
-    code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
-    scripts = zlib.crc32(code)
-    return config, {"folder": folder, "from": checkpoint, "scripts": scripts}
+    # Without hidden ones, such as an editor's lock.
+    code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("[!.]*.py")))
+    return config, {"folder": folder, "from": checkpoint, "scripts": zlib.crc32(code)}
 
 
 def start() -> None:

@@ -171,7 +171,7 @@ def test_resumes_to_rounding_on_any_number_of_gpus(full: Runs, tmp_path: Path) -
 
 def test_peak_memory_is_what_the_dry_run_says(tmp_path: Path) -> None:
     """Of a model whose gathered units and activations, which are not counted there, are small: 0.3 billion."""
-    words: Hparams = {"vocab_size": 1024, "d_model": 1024, "n_heads": 8, "n_layers": 24}
+    words: Hparams = {"max_seq_len": 64, "vocab_size": 1024, "d_model": 1024, "n_heads": 8, "n_layers": 24}
     words |= {"global_batch_size": 2, "micro_batch_size": 1, "max_steps": 4, "reporting_period": 2}
     for ranks in WORLDS:
         words["slots_per_trial"] = ranks

