@@ -19,7 +19,6 @@ COLLECTIVE marks what all ranks must reach, in the same order.
 import argparse
 import contextlib
 import faulthandler
-import functools
 import json
 import logging
 import math
@@ -37,15 +36,14 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 # Determined reads its ports when imported. With those of its default a second job on the host would
 # join the first; no two share MASTER_PORT, and up to 30000 no outgoing connection is in the way.
-os.environ.setdefault(
-    "INTER_TRAIN_PROCESS_COMM_PORT_1",
-    f"{10_000 + zlib.crc32(os.environ.get('MASTER_PORT', '').encode()) % 20_000}",
-)
+port = f"{10_000 + zlib.crc32(os.environ.get('MASTER_PORT', '').encode()) % 20_000}"
+os.environ.setdefault("INTER_TRAIN_PROCESS_COMM_PORT_1", port)
 
 import determined as det
 import numpy as np
@@ -204,11 +202,11 @@ def shard(model: nn.Module, run: Run) -> FSDP:
     if lost := names - dict(model.named_parameters()).keys():
         raise Refusal(f"{', '.join(sorted(lost))}: tied weights or buffers; see the README")
     if run.config.compile:
-        blocks = [module for module in model.modules() if isinstance(module, BLOCK)]
         if torch.__version__ < "2.4":  # compiles each block apart, and by itself only 8 of them
-            torch._dynamo.config.cache_size_limit = 8 + 4 * len(blocks)
-        for block in blocks:
-            block.compile(dynamic=False)
+            torch._dynamo.config.cache_size_limit = 10_000
+        for module in model.modules():
+            if isinstance(module, BLOCK):
+                module.compile(dynamic=False)
     ranks = dist.get_world_size()
     hybrid = run.config.sharding == "hybrid" and run.local_ranks < ranks
     # Neighbouring ranks are on the same node: a hybrid mesh is (nodes, ranks of a node).
@@ -471,6 +469,7 @@ def trace_steps(core_context: core.Context, config: Config) -> Any:
     if not config.torch_profiler:
         return contextlib.nullcontext()
     folder = core_context.train.get_tensorboard_path() or "traces"  # off-cluster it is None
+    everywhere(lambda: os.makedirs(folder, exist_ok=True))
     return torch.profiler.profile(
         schedule=torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1),
         on_trace_ready=torch.profiler.tensorboard_trace_handler(str(folder)),
@@ -481,13 +480,12 @@ def watch_search(run: Run) -> None:
     """Set `run.stopped` once a search has stopped the trial; Determined 0.38.1 sends no signal."""
     # For a thread of its own: a master that does not answer delays nothing.
     searcher = json.loads(os.environ["DET_EXPERIMENT_CONFIG"])["searcher"]
-    warn_once = functools.lru_cache(log.warning)  # of the same words
     while searcher["name"] != "single" and not run.stopped.wait(2):
         try:
             if "STOPPING_COMPLETED" in str(client.get_trial(run.trial_id or 0).state):
                 run.stopped.set()
         except Exception:
-            warn_once("does the search go on? The master does not say")
+            warnings.warn("does the search go on? The master does not say", stacklevel=1)  # once
 
 
 # ==== Appendix: checkpoints ====
@@ -602,8 +600,10 @@ def load(core_context: core.Context, state: TrainState, run: Run) -> None:
     state.step, state.skipped_steps = saved["steps_completed"], saved["skipped_steps"]
     if saved["scaler"]:
         state.scaler.load_state_dict(saved["scaler"])
-    changed = dict(asdict(run.config).items() - saved["hyperparameters"].items())
-    log.info(f"at step {state.step} of checkpoint {run.checkpoint}\nchanged since: {changed}")
+    log.info(
+        f"at step {state.step} of checkpoint {run.checkpoint}\n"
+        f"changed since: {dict(asdict(run.config).items() - saved['hyperparameters'].items())}"
+    )
 
 
 def find_checkpoint(resume: str, directory: Path) -> Path:
@@ -677,10 +677,7 @@ def read_settings(info: det.ClusterInfo | None) -> tuple[Json, str, str]:
             raise Refusal(f"arguments {sys.argv[1:]}: in a trial, write them as hyperparameters")
         hparams = info.trial.hparams | {"seed": info.trial.trial_seed}
         return hparams, "", info.latest_checkpoint or ""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=form, exit_on_error=False, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(usage=__doc__, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--config", type=Path, default="config.yaml")
     parser.add_argument("--resume", metavar="latest|UUID|FOLDER", default="")
@@ -705,10 +702,8 @@ def read_settings(info: det.ClusterInfo | None) -> tuple[Json, str, str]:
             hparams[key] = yaml_safe_load(text)
         except Exception:
             raise Refusal(f"argument {word!r}: must be key=value, such as lr=1e-3")
-    if "://" in args.checkpoint_dir:
-        raise Refusal(
-            f"{args.checkpoint_dir}: no folder; a cluster's config has checkpoint_storage"
-        )
+    if "://" in (args.checkpoint_dir or "://"):
+        raise Refusal(f"--checkpoint-dir {args.checkpoint_dir}: no folder; see checkpoint_storage")
     return hparams, os.path.abspath(args.checkpoint_dir), args.resume
 
 
@@ -814,16 +809,21 @@ def bfloat16_capability(device: torch.device) -> tuple[tuple[int, int], str]:
 def connect(device: torch.device) -> core.DistributedContext:
     """Join the process group, and the Core API's own channel. Raises Refusal. COLLECTIVE."""
     address = os.environ.get("MASTER_ADDR", "nothing")
-    place = f"MASTER_ADDR = {address}, port {os.environ['MASTER_PORT']}: no process group"
-    try:
+
+    def join() -> core.DistributedContext:
         chief = socket.gethostbyname(address)  # IPv4, for the Core API knows no other
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
         return core.DistributedContext.from_torch_distributed(chief)
+
+    try:
+        # In a thread, for some of its waits have no limit, such as for a port that is closed.
+        with ThreadPool(1) as pool:
+            return pool.apply_async(join).get(TIMEOUT.seconds)
     except Exception as problem:
-        raise Refusal(f"{place}: {problem}")
+        place = f"MASTER_ADDR = {address}, port {os.environ['MASTER_PORT']}"
+        raise Refusal(f"{place}: no process group: {problem!r}")
 
 
-@functools.cache
 def settle(info: det.ClusterInfo | None, ranks: int) -> tuple[Config, Json]:
     """What this rank has read, and all must agree on. Raises Refusal, det.InvalidHP or OSError."""
     hparams, folder, checkpoint = read_settings(info)
@@ -840,7 +840,8 @@ def settle(info: det.ClusterInfo | None, ranks: int) -> tuple[Config, Json]:
         checkpoint = checkpoint and str(find_checkpoint(checkpoint, Path(folder)))
     # Without hidden ones, such as an editor's lock.
     code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("[!.]*.py")))
-    return config, {"folder": folder, "from": checkpoint, "scripts": zlib.crc32(code)}
+    scripts = f"{zlib.crc32(code)} on torch {torch.__version__}"
+    return config, {"folder": folder, "from": checkpoint, "scripts": scripts}
 
 
 def start() -> None:
@@ -865,12 +866,12 @@ def start() -> None:
     device = choose_device(local_rank, local_ranks, bool(info))
     channel = connect(device)
     try:
-        views = everywhere(lambda: str(settle(info, ranks)))
+        views = everywhere(lambda: settle(info, ranks))
         for other, view in enumerate(views):
-            for here, there in zip(views[0].split(", "), view.split(", ")):
+            for here, there in zip(str(views[0]).split(", "), str(view).split(", ")):
                 if here != there:
                     raise Refusal(f"rank 0 has {here}, but rank {other} has {there}")
-        config, where = settle(info, ranks)
+        config, where = views[rank]
         capability, name = min(everywhere(lambda: bfloat16_capability(device)))
         amp_dtype, why = choose_amp_dtype(config.amp_dtype, device.type, capability, name)
     except det.InvalidHP as problem:

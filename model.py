@@ -115,7 +115,7 @@ class Head(nn.Module):
 class Transformer(nn.Module):
     """(B, T) int64 tokens in [0, V) -> (B, T, V) logits for the token after each position.
 
-    Raises ValueError if n_heads does not divide d_model, or if T > max_seq_len.
+    Raises ValueError if n_heads does not divide d_model, n_layers > 1000, or T > max_seq_len.
     """
 
     def __init__(
@@ -134,6 +134,8 @@ class Transformer(nn.Module):
             divisors = [n for n in range(1, d_model + 1) if d_model % n == 0]
             fits = min(divisors, key=lambda n: abs(n - n_heads))
             raise ValueError(f"n_heads = {n_heads} does not divide d_model = {d_model}: use {fits}")
+        if n_layers > 1000:
+            raise ValueError(f"n_layers = {n_layers} takes hours to build: use at most 1000")
         self.max_seq_len = max_seq_len
         self.embedding = Embedding(vocab_size, max_seq_len, d_model, dropout)
         self.blocks = nn.ModuleList(

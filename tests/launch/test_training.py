@@ -250,18 +250,32 @@ def on_gpus(_: core.Context) -> dict[str, Any]:
     def fsdp(*_: Any, **options: Any) -> None:
         raise Asked(options)
 
-    run = fsdp_train.Run(tiny_config(), torch.device("cuda", 0), 0, 1)
+    run = fsdp_train.Run(tiny_config(sharding="hybrid"), torch.device("cuda", 0), 0, 8)
     with (
         patch.object(fsdp_train, "FSDP", fsdp),
-        patch.object(fsdp_train, "init_device_mesh", lambda *_: None),
+        patch.object(fsdp_train, "init_device_mesh", lambda *mesh: mesh),
+        patch.object(dist, "get_world_size", lambda: 16),
         pytest.raises(Asked) as asked,
     ):
         fsdp_train.shard(fsdp_train.build_model(run.config), run)
-    return {name: asked.value.args[0][name] for name in ("sync_module_states", "device_id")}
+    return {name: asked.value.args[0][name] for name in ("sync_module_states", "device_id", "device_mesh")}
 
 
 def test_gpus_take_the_weights_of_rank_0(tmp_path: Path) -> None:
-    assert on_ranks(on_gpus, 1, tmp_path) == [{"sync_module_states": True, "device_id": torch.device("cuda", 0)}]
+    (asked,) = on_ranks(on_gpus, 1, tmp_path)
+    assert asked["sync_module_states"] and asked["device_id"] == torch.device("cuda", 0)
+    assert asked["device_mesh"] == ("cuda", (2, 8)), "of 16 ranks on nodes of 8: shard in a node"
+
+
+def with_dropout(core_context: core.Context) -> list[Any]:
+    """Validations without dropout, and with."""
+    runs = (tiny_run(2, dropout=dropout, lr=1e-30, max_steps=1) for dropout in (0.0, 0.9))
+    return [reports_of(core_context, run)["validation"] for run in runs]
+
+
+def test_validation_has_no_dropout(tmp_path: Path) -> None:
+    (without,), (with_it,) = on_ranks(with_dropout, 2, tmp_path)[0]
+    assert without["validation_loss"] == pytest.approx(with_it["validation_loss"], abs=1e-6)
 
 
 # ---- Precision ----
