@@ -19,6 +19,7 @@ COLLECTIVE marks what all ranks must reach, in the same order.
 import argparse
 import contextlib
 import faulthandler
+import functools
 import json
 import logging
 import math
@@ -89,7 +90,6 @@ PATIENCE = 3600
 
 
 # ---- Hyperparameters ----
-
 
 # Type, least and greatest value.
 Size = Annotated[int, 1, 1_000_000]
@@ -295,7 +295,7 @@ def clip_grad_norm(fsdp_model: FSDP, max_norm: float) -> Tensor:
     # torch.nn.utils' would see this rank's shards only. That of FSDP in torch 2.3 adds up in the
     # order of a set, another in each process: a resumed run would differ in the last bit.
     grads = [p.grad for p in fsdp_model.parameters() if p.grad is not None]
-    norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
+    norms = [torch.linalg.vector_norm(grad) for grad in grads]
     total = torch.stack([torch.zeros((), device=fsdp_model.compute_device), *norms]).square().sum()
     # Over all ranks, not one shard group: groups that add up in other orders would drift apart.
     dist.all_reduce(total)  # COLLECTIVE
@@ -480,12 +480,13 @@ def watch_search(run: Run) -> None:
     """Set `run.stopped` once a search has stopped the trial; Determined 0.38.1 sends no signal."""
     # For a thread of its own: a master that does not answer delays nothing.
     searcher = json.loads(os.environ["DET_EXPERIMENT_CONFIG"])["searcher"]
+    warn_once = functools.lru_cache(log.warning)  # of the same words
     while searcher["name"] != "single" and not run.stopped.wait(2):
         try:
             if "STOPPING_COMPLETED" in str(client.get_trial(run.trial_id or 0).state):
                 run.stopped.set()
         except Exception:
-            warnings.warn("does the search go on? The master does not say", stacklevel=1)  # once
+            warn_once("does the search go on? The master does not say")
 
 
 # ==== Appendix: checkpoints ====
@@ -600,10 +601,8 @@ def load(core_context: core.Context, state: TrainState, run: Run) -> None:
     state.step, state.skipped_steps = saved["steps_completed"], saved["skipped_steps"]
     if saved["scaler"]:
         state.scaler.load_state_dict(saved["scaler"])
-    log.info(
-        f"at step {state.step} of checkpoint {run.checkpoint}\n"
-        f"changed since: {dict(asdict(run.config).items() - saved['hyperparameters'].items())}"
-    )
+    log.info(f"at step {state.step} of checkpoint {run.checkpoint}")
+    log.info(f"changed: {dict(asdict(run.config).items() - saved['hyperparameters'].items())}")
 
 
 def find_checkpoint(resume: str, directory: Path) -> Path:
@@ -810,7 +809,7 @@ def connect(device: torch.device) -> core.DistributedContext:
     """Join the process group, and the Core API's own channel. Raises Refusal. COLLECTIVE."""
     address = os.environ.get("MASTER_ADDR", "nothing")
 
-    def join() -> core.DistributedContext:
+    def join() -> Any:
         chief = socket.gethostbyname(address)  # IPv4, for the Core API knows no other
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
         return core.DistributedContext.from_torch_distributed(chief)
@@ -824,6 +823,7 @@ def connect(device: torch.device) -> core.DistributedContext:
         raise Refusal(f"{place}: no process group: {problem!r}")
 
 
+@functools.cache
 def settle(info: det.ClusterInfo | None, ranks: int) -> tuple[Config, Json]:
     """What this rank has read, and all must agree on. Raises Refusal, det.InvalidHP or OSError."""
     hparams, folder, checkpoint = read_settings(info)
@@ -847,8 +847,8 @@ def settle(info: det.ClusterInfo | None, ranks: int) -> tuple[Config, Json]:
 def start() -> None:
     """Agree with the other ranks on what to do, and train."""
     rank, ranks, local_rank, local_ranks = read_place()
-    logging.basicConfig(level=logging.ERROR, format="%(levelname)s: %(message)s")
-    log.setLevel(logging.ERROR if rank else logging.INFO)
+    logging.basicConfig(level="ERROR", format="%(levelname)s: %(message)s")
+    log.setLevel("ERROR" if rank else "INFO")
     # In a world of one, and inside torch 2.3's checkpoints.
     warnings.filterwarnings("ignore", "FSDP is switching|When using ``NO_SHARD`|TypedStorage is")
     torch.set_float32_matmul_precision("highest")  # no TF32, which NVIDIA's images turn on
@@ -866,12 +866,12 @@ def start() -> None:
     device = choose_device(local_rank, local_ranks, bool(info))
     channel = connect(device)
     try:
-        views = everywhere(lambda: settle(info, ranks))
+        views = everywhere(lambda: str(settle(info, ranks)))
         for other, view in enumerate(views):
-            for here, there in zip(str(views[0]).split(", "), str(view).split(", ")):
+            for here, there in zip(views[0].split(", "), view.split(", ")):
                 if here != there:
                     raise Refusal(f"rank 0 has {here}, but rank {other} has {there}")
-        config, where = views[rank]
+        config, where = settle(info, ranks)
         capability, name = min(everywhere(lambda: bfloat16_capability(device)))
         amp_dtype, why = choose_amp_dtype(config.amp_dtype, device.type, capability, name)
     except det.InvalidHP as problem:
@@ -885,7 +885,7 @@ def start() -> None:
     trial_id = info.trial.trial_id if info else None
     run = Run(config, device, local_rank, local_ranks, amp_dtype, peak, trial_id, where["from"])
     if info and rank == 0:
-        threading.Thread(target=watch_search, args=(run,), daemon=True).start()
+        threading.Thread(target=watch_search, args=[run], daemon=True).start()
     # In a trial the storage is the experiment's.
     storage = None if info else {"type": "directory", "container_path": where["folder"]}
     with core.init(distributed=channel, checkpoint_storage=storage) as core_context:
