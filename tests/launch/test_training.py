@@ -1,16 +1,15 @@
 """Training under FSDP: the same numbers however it is split, in the dtypes that it says, and an end when they fail."""
 
-import contextlib
 import functools
+import itertools
 import math
 import re
-import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
-import determined as det
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,14 +17,17 @@ from determined import core
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import fsdp_train
 from data import build_data
-from launch import ROOT, SCRIPT, on_ranks, run, start, torchrun
-from model import Block, Embedding, Head, Transformer
+from launch import ROOT, on_ranks, run, start, torchrun
+from model import Embedding, Head, Transformer
+from observe import differences, held
 from tiny import overrides, tiny_config, tiny_run
 
 CONFIG = ("--config", str(ROOT / "config.yaml"))
+Reports = list[dict[str, float]]
 
 # ---- The same numbers, however it is split ----
 
@@ -34,65 +36,67 @@ STEPS = 12
 CURVE: dict[str, Any] = {"global_batch_size": 8, "max_steps": STEPS, "reporting_period": 1, "validation_period": 6}
 CURVE |= {"checkpoint_period": STEPS, "warmup_steps": 4, "max_grad_norm": 0.75}
 
-# By number of ranks: hyperparameters and ranks per node. Micro-batches of 3 divide nothing.
-VARIANTS: dict[int, list[tuple[dict[str, Any], int]]] = {
-    1: [*(({"micro_batch_size": size}, 1) for size in (None, 1, 3)), ({"activation_checkpointing": True}, 1)],
-    2: [({"micro_batch_size": 3}, 2), ({"activation_checkpointing": True, "sharding": "hybrid"}, 2)],
+# Hyperparameters by number of ranks, on nodes of two. Micro-batches of 3 divide nothing.
+VARIANTS: dict[int, list[dict[str, Any]]] = {
+    1: [*({"micro_batch_size": size} for size in (None, 1, 3)), {"activation_checkpointing": True}],
+    2: [{"micro_batch_size": 3}, {"activation_checkpointing": True, "sharding": "hybrid"}],
     4: [
-        ({"micro_batch_size": 1}, 4),
-        ({"sharding": "hybrid"}, 2),
-        ({"activation_checkpointing": True, "sharding": "hybrid", "micro_batch_size": 1}, 2),
+        {"micro_batch_size": 1},
+        {"sharding": "hybrid"},
+        {"activation_checkpointing": True, "sharding": "hybrid", "micro_batch_size": 1},
     ],
 }
 
 
-def reports_of(core_context: core.Context, run: fsdp_train.Run) -> dict[str, list[dict[str, float]]]:
-    """What `train` reports on this rank."""
-    reports: dict[str, list[dict[str, float]]] = {"training": [], "validation": []}
-    with (
-        patch.object(core_context.train, "report_training_metrics", lambda _, m: reports["training"].append(m)),
-        patch.object(core_context.train, "report_validation_metrics", lambda _, m: reports["validation"].append(m)),
+def run_of(**hparams: Any) -> fsdp_train.Run:
+    """A run of all ranks, on nodes of two."""
+    ranks = dist.get_world_size()
+    return tiny_run(ranks, min(ranks, 2), **hparams)
+
+
+def reports_of(core_context: core.Context, run: fsdp_train.Run) -> tuple[Reports, Reports]:
+    """What `train` reports on this rank, of training and of validation."""
+    training: Reports = []
+    validation: Reports = []
+    with patch.multiple(
+        core_context.train,
+        report_training_metrics=lambda _, metrics: training.append(metrics),
+        report_validation_metrics=lambda _, metrics: validation.append(metrics),
     ):
         fsdp_train.train(core_context, run)
-    return reports
+    return training, validation
 
 
-def split(core_context: core.Context, variants: list[tuple[dict[str, Any], int]]) -> dict[str, Any]:
-    """On each rank: what every variant reports, and how training starts."""
-    ranks = dist.get_world_size()
-    curves = [reports_of(core_context, tiny_run(ranks, local, **CURVE, **hparams)) for hparams, local in variants]
+def split(core_context: core.Context, variants: list[dict[str, Any]]) -> dict[str, Any]:
+    """On each rank: what every variant reports, and how the last one starts, with dropout."""
+    curves = [reports_of(core_context, replace(run_of(**CURVE, **v), peak_rate=1e6)) for v in variants]
 
-    # What FSDP gives a parameter in memory is not zero by luck.
-    empty_like, poisoned = torch.empty_like, []
-
-    def poison(*arguments: Any, **options: Any) -> Tensor:
-        tensor = empty_like(*arguments, **options)
-        if tensor.is_floating_point():
-            poisoned.append(tensor.fill_(math.nan))
-        return tensor
-
+    run = run_of(**CURVE, **variants[-1], dropout=0.9)
     torch.manual_seed(1000 + dist.get_rank())  # the ranks' generators differ before
-    hparams, local = variants[-1]
-    with patch.object(torch, "empty_like", poison):
-        state = fsdp_train.build_state(tiny_run(ranks, local, **CURVE, **hparams))
+    # What FSDP gives a parameter in memory is not zero by luck.
+    nan_like = Mock(wraps=functools.partial(torch.full_like, fill_value=math.nan))
+    with patch.object(torch, "empty_like", nan_like):
+        state = fsdp_train.build_state(run)
     with FSDP.summon_full_params(state.model, writeback=False):
         weights = [p.detach().clone() for p in state.model.parameters()]
+    data = build_data(run.config, "validation", dist.get_rank(), dist.get_world_size())
     return {
         "curves": curves,
-        "poisoned": len(poisoned),
+        "from memory": nan_like.call_count,
         "weights": weights,
         "units": sorted(type(unit.module).__name__ for unit in FSDP.fsdp_modules(state.model)),
         "held": sum(p.numel() for p in state.model.parameters()),
         "adam": sum(t.numel() for s in state.optimizer.state.values() for t in s.values() if t.ndim),
         "adam_steps": {float(s["step"]) for s in state.optimizer.state.values()},
         "decay": [group["weight_decay"] for group in state.optimizer.param_groups],
+        "validations": {fsdp_train.validate(state.model, data, run) for _ in range(2)},
     }
 
 
-@pytest.fixture(scope="module")
-def splits(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    """What `split` gives on each rank, by number of ranks."""
-    return {n: on_ranks(split, n, tmp_path_factory.mktemp("split"), variants) for n, variants in VARIANTS.items()}
+@pytest.fixture(scope="module", params=VARIANTS)
+def splits(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What `split` gives on each rank."""
+    return on_ranks(split, request.param, tmp_path_factory.mktemp("split"), VARIANTS[request.param])
 
 
 def plain_transformer() -> Transformer:
@@ -136,293 +140,183 @@ def plain() -> dict[str, list[float]]:
     return numbers
 
 
-@pytest.mark.parametrize("ranks", VARIANTS)
-def test_trains_like_the_plain_loop(
-    splits: dict[int, list[dict[str, Any]]], plain: dict[str, list[float]], ranks: int
-) -> None:
-    for index, variant in enumerate(VARIANTS[ranks]):
-        for rank in range(1, ranks):
-            assert splits[ranks][rank]["curves"][index] == {"training": [], "validation": []}, "only rank 0 reports"
-        reports = splits[ranks][0]["curves"][index]
+def test_trains_like_the_plain_loop(splits: list[dict[str, Any]], plain: dict[str, list[float]]) -> None:
+    for index, variant in enumerate(VARIANTS[len(splits)]):
+        assert all(result["curves"][index] == ([], []) for result in splits[1:]), "only rank 0 reports"
+        training, validation = splits[0]["curves"][index]
         for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4), ("lr", 1e-12)):
-            measured = [m[name] for m in reports["training"]]
-            assert measured == pytest.approx(plain[name], abs=tolerance), (variant, name)
-        losses = [m["validation_loss"] for m in reports["validation"]]
+            assert [m[name] for m in training] == pytest.approx(plain[name], abs=tolerance), (variant, name)
+        losses = [m["validation_loss"] for m in validation]
         assert losses == pytest.approx(plain["validation_loss"], abs=1e-5), variant
-        assert [m["batches"] for m in reports["validation"]] == [6, 12]
-        assert all("loss_scale" not in m and "mfu" not in m for m in reports["training"])
-        assert ["tokens_per_second" in m for m in reports["training"]] == [False] + [True] * (STEPS - 1), (
-            "not of step 1"
-        )
-        assert all(m["peak_memory_gib"] > 0 for m in reports["training"])
+        assert [m["batches"] for m in validation] == [6, 12]
+        assert all("loss_scale" not in m and m["peak_memory_gib"] > 0 for m in training)
+        assert not {"tokens_per_second", "mfu"} & training[0].keys(), "step 1 also starts and compiles"
+        assert all(m["mfu"] == m["tokens_per_second"] / 1e6 > 0 for m in training[1:])
 
 
-@pytest.mark.parametrize("ranks", VARIANTS)
-def test_starts_sharded_from_the_weights_of_the_plain_model(splits: dict[int, Any], ranks: int) -> None:
+def test_starts_sharded_from_the_weights_of_the_plain_model(splits: list[dict[str, Any]]) -> None:
     """So all numbers of ranks start alike, and nothing is left as it was found in memory."""
     expected = list(plain_transformer().parameters())
     total = sum(p.numel() for p in expected)
-    replicas = 2 if ranks == 4 else 1  # the last variant of 4 ranks is hybrid: 2 replicas of 2 shards
-    for result in splits[ranks]:
-        assert result["poisoned"] >= len(expected)
+    replicas = 2 if len(splits) == 4 else 1  # the last variant of 4 ranks is hybrid: 2 replicas of 2 shards
+    for result in splits:
+        assert result["from memory"] >= len(expected)
         assert all(torch.equal(p, q) for p, q in zip(result["weights"], expected, strict=True))
         assert result["units"] == ["Block", "Block", "Embedding", "Head", "Transformer"]
-        assert result["held"] == pytest.approx(replicas * total / ranks, abs=8), "even, but for padding"
+        assert result["held"] == pytest.approx(replicas * total / len(splits), abs=8), "even, but for padding"
         assert result["adam"] == 2 * result["held"]
         assert result["adam_steps"] == {0.0}
         assert result["decay"] == [0.0, 0.1]
-    assert sum(result["held"] for result in splits[ranks]) == replicas * total
+        assert result["validations"] == splits[0]["validations"] and len(result["validations"]) == 1, "no dropout"
+    assert sum(result["held"] for result in splits) == replicas * total
 
 
-# By ranks and ranks per node: settings and the tolerance of the losses. 10 blocks are more than torch 2.3 compiles by
-# itself; float16 and dropout are another matter.
-COMPILED: list[tuple[int, int, dict[str, Any], float]] = [
-    (2, 2, {"n_layers": 10}, 1e-5),
-    (2, 2, {"n_layers": 1, "amp_dtype": "bfloat16"}, 1e-3),
-    (4, 2, {"n_layers": 1, "sharding": "hybrid"}, 1e-5),
+# By ranks: settings and the tolerance of the losses. 10 blocks are more than torch 2.3 compiles by itself; float16 and
+# dropout are another matter.
+COMPILED: list[tuple[int, dict[str, Any], float]] = [
+    (2, {"n_layers": 10}, 1e-5),
+    (2, {"n_layers": 1, "amp_dtype": "bfloat16"}, 1e-3),
+    (4, {"n_layers": 1, "sharding": "hybrid"}, 1e-5),
 ]
-WAYS = [{"activation_checkpointing": True}, {"compile": True}, {"activation_checkpointing": True, "compile": True}]
+Losses = dict[tuple[bool, bool], tuple[list[float], int]]
 
 
-def losses_of_blocks(core_context: core.Context, local: int, hparams: dict[str, Any]) -> list[tuple[list[float], int]]:
-    """The losses, of training and validation, and the number of compiled graphs: plain and in each way."""
-    results = []
-    ranks = dist.get_world_size()
-    for way in ({}, *WAYS):
+def losses_of_blocks(core_context: core.Context, hparams: dict[str, Any]) -> Losses:
+    """The losses and the number of compiled graphs, by whether blocks are compiled and recomputed."""
+    results = {}
+    shape = hparams | {"global_batch_size": 2 * dist.get_world_size(), "max_steps": 2, "reporting_period": 1}
+    for compiled, recomputed in itertools.product((False, True), repeat=2):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        periods = {"max_steps": 2, "reporting_period": 1, "validation_period": 2, "checkpoint_period": 2}
-        reports = reports_of(
-            core_context, tiny_run(ranks, local, global_batch_size=2 * ranks, **periods, **hparams, **way)
-        )
-        losses = [m["loss"] for m in reports["training"]] + [m["validation_loss"] for m in reports["validation"]]
-        results.append((losses, torch._dynamo.utils.counters["stats"]["unique_graphs"]))
+        run = run_of(**shape, compile=compiled, activation_checkpointing=recomputed)
+        training, validation = reports_of(core_context, run)
+        losses = [m["loss"] for m in training] + [m["validation_loss"] for m in validation]
+        results[compiled, recomputed] = losses, torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return results
 
 
-@pytest.mark.parametrize(("ranks", "local", "hparams", "tolerance"), COMPILED)
+@pytest.mark.parametrize(("ranks", "hparams", "tolerance"), COMPILED)
 def test_compiled_and_recomputed_blocks_give_the_same_losses(
-    ranks: int, local: int, hparams: dict[str, Any], tolerance: float, tmp_path: Path
+    ranks: int, hparams: dict[str, Any], tolerance: float, tmp_path: Path
 ) -> None:
-    (plain_losses, none), *ways = on_ranks(losses_of_blocks, ranks, tmp_path, local, hparams)[0]
-    assert len(plain_losses) == 3 and none == 0
-    for way, (losses, graphs) in zip(WAYS, ways, strict=True):
+    results: Losses = on_ranks(losses_of_blocks, ranks, tmp_path, hparams)[0]
+    plain_losses, _ = results[False, False]
+    assert len(plain_losses) == 3
+    # Blocks that run the same code share their graphs, of training and validation, but not in torch 2.3.
+    apart = hparams["n_layers"] if torch.__version__ < "2.4" else 1
+    for (compiled, recomputed), (losses, graphs) in results.items():
         # Recomputing alone does exactly the same again.
-        assert losses == pytest.approx(plain_losses, abs=tolerance if "compile" in way else 0), way
-        # Blocks that run the same code share their graphs, of training and validation, but not in torch 2.3.
-        apart = hparams["n_layers"] if torch.__version__ < "2.4" else 1
-        assert graphs == (2 * apart if "compile" in way else 0), f"{way}: {graphs} graphs"
+        assert losses == pytest.approx(plain_losses, abs=tolerance * compiled), (compiled, recomputed)
+        assert graphs == 2 * apart * compiled, (compiled, recomputed)
 
 
-# ---- A model that would not be what it seems ----
+# ---- What is sharded, and how ----
 
 
-def refused(_: core.Context) -> dict[str, str]:
-    tied, buffered, mask, good = (fsdp_train.build_model(tiny_config()) for _ in range(4))
+def refused(_: core.Context) -> None:
+    tied, buffered, masked, good = (fsdp_train.build_model(tiny_config()) for _ in range(4))
     tied.head.out.weight = tied.embedding.token
     buffered.head.register_buffer("scale", torch.ones(32))
     with torch.device("meta"):
-        mask.blocks[0].register_buffer("mask", torch.ones(16, 16), persistent=False)
-    messages = {}
-    units: dict[str, Any] = {"units": (Embedding, Head, nn.TransformerEncoderLayer)}
-    for name, model in (("head.out.weight", tied), ("head.scale", buffered), ("blocks.0.mask", mask), ("units", good)):
-        with patch.object(fsdp_train, "UNITS", units.get(name, fsdp_train.UNITS)):
-            try:
-                fsdp_train.shard(model, tiny_run())
-            except fsdp_train.Refusal as refusal:
-                messages[name] = str(refusal)
-    return messages
+        masked.blocks[0].register_buffer("mask", torch.ones(16, 16), persistent=False)
+    for name, model in (("head.out.weight", tied), ("head.scale", buffered), ("blocks.0.mask", masked)):
+        with pytest.raises(fsdp_train.Refusal, match=f"^{name}: tied weights or buffers"):
+            fsdp_train.shard(model, tiny_run())
+    with (
+        patch.object(fsdp_train, "UNITS", (Embedding, Head, nn.TransformerEncoderLayer)),
+        pytest.raises(fsdp_train.Refusal, match=r"UNITS.*TransformerEncoderLayer"),
+    ):
+        fsdp_train.shard(good, tiny_run())
 
 
 def test_refuses_a_model_that_would_not_be_what_it_seems(tmp_path: Path) -> None:
-    (messages,) = on_ranks(refused, 1, tmp_path)
-    for name in ("head.out.weight", "head.scale", "blocks.0.mask"):
-        assert messages[name].startswith(f"{name}: tied weights or buffers"), messages
-    assert "UNITS" in messages["units"] and "TransformerEncoderLayer" in messages["units"]
+    on_ranks(refused, 1, tmp_path)
 
 
-def on_gpus(_: core.Context) -> dict[str, Any]:
-    """What FSDP is asked for on GPUs, where the same seed may draw other numbers on each model of them."""
-
-    class Asked(Exception):
-        pass
-
-    def fsdp(*_: Any, **options: Any) -> None:
-        raise Asked(options)
-
+def test_gpus_take_the_weights_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the same seed may draw other numbers on each model of them. On 16 ranks, on nodes of 8."""
     run = fsdp_train.Run(tiny_config(sharding="hybrid"), torch.device("cuda", 0), 0, 8)
-    with (
-        patch.object(fsdp_train, "FSDP", fsdp),
-        patch.object(fsdp_train, "init_device_mesh", lambda *mesh: mesh),
-        patch.object(dist, "get_world_size", lambda: 16),
-        pytest.raises(Asked) as asked,
-    ):
-        fsdp_train.shard(fsdp_train.build_model(run.config), run)
-    return {name: asked.value.args[0][name] for name in ("sync_module_states", "device_id", "device_mesh")}
-
-
-def test_gpus_take_the_weights_of_rank_0(tmp_path: Path) -> None:
-    (asked,) = on_ranks(on_gpus, 1, tmp_path)
+    model, fsdp = fsdp_train.build_model(run.config), Mock()
+    fsdp.fsdp_modules.return_value = [Mock(module=module) for module in model.modules()]
+    monkeypatch.setattr(fsdp_train, "FSDP", fsdp)
+    monkeypatch.setattr(fsdp_train, "init_device_mesh", lambda *mesh: mesh)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 16)
+    fsdp_train.shard(model, run)
+    asked = fsdp.call_args.kwargs
     assert asked["sync_module_states"] and asked["device_id"] == torch.device("cuda", 0)
-    assert asked["device_mesh"] == ("cuda", (2, 8)), "of 16 ranks on nodes of 8: shard in a node"
-
-
-def with_dropout(core_context: core.Context) -> list[Any]:
-    """Validations without dropout, and with."""
-    runs = (tiny_run(2, dropout=dropout, lr=1e-30, max_steps=1) for dropout in (0.0, 0.9))
-    return [reports_of(core_context, run)["validation"] for run in runs]
-
-
-def test_validation_has_no_dropout(tmp_path: Path) -> None:
-    (without,), (with_it,) = on_ranks(with_dropout, 2, tmp_path)[0]
-    assert without["validation_loss"] == pytest.approx(with_it["validation_loss"], abs=1e-6)
+    assert asked["device_mesh"] == ("cuda", (2, 8)), "shard in a node"
 
 
 # ---- Precision ----
 
-MATMULS = {"mm", "bmm", "addmm", "baddbmm"}
-COLLECTIVES = {
-    "gathered": ("all_gather", "all_gather_into_tensor", "all_gather_single"),
-    "reduced": ("reduce_scatter_tensor", "reduce_scatter_single", "_reduce_scatter_base"),
-}
 Dtypes = dict[str, set[torch.dtype]]
+# Operations, forward and backward, by how their names begin.
+OPERATIONS = {
+    "matmul": ("mm", "bmm", "addmm", "baddbmm", "_scaled_dot_product"),
+    "norm": ("native_layer_norm",),
+    "softmax": ("_log_softmax",),
+    "loss": ("nll_loss",),
+    "gathered": ("allgather", "_allgather"),
+    "reduced": ("reduce_scatter", "_reduce_scatter"),
+    "gradients": ("linalg_vector_norm",),
+}
 
 
 class Probe(TorchDispatchMode):
-    """Collects the dtypes that go through one training step, forward and backward, by kind of operation."""
+    """Collects the dtypes that go into each kind of operation."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.phase = "backward"
         self.seen: Dtypes = {}
 
-    def add(self, kind: str, *values: Any) -> None:
-        for value in values:
-            if isinstance(value, (list, tuple)):
-                self.add(kind, *value)
-            elif isinstance(value, Tensor) and value.is_floating_point():
-                self.seen.setdefault(kind, set()).add(value.dtype)
+    def add(self, kind: str, values: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        self.seen.setdefault(kind, set()).update(tensor.dtype for tensor in tensors)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in MATMULS or name.startswith("_scaled_dot_product"):
-            self.add(f"matmul, {self.phase}", *args[:3])  # attention's backward also takes float32 statistics
-        for begin, kind in (("native_layer_norm", "norm"), ("_log_softmax", "softmax"), ("nll_loss", "loss")):
-            if name.startswith(begin):
-                self.add(f"{kind}, {self.phase}", *args)
+        for kind, names in OPERATIONS.items():
+            if func.overloadpacket.__name__.startswith(names):
+                self.add(kind, args[:3])  # attention's backward also takes float32 statistics
         return func(*args, **(kwargs or {}))
 
 
-def probe(run: fsdp_train.Run) -> tuple[Dtypes, float]:
-    """The dtypes in one training step, and its gradient norm. COLLECTIVE."""
-    state = fsdp_train.build_state(run)
-    for group in state.optimizer.param_groups:
-        group["lr"] = 1e-3
-    seen = Probe()
-    next_token_loss, clip = fsdp_train.next_token_loss, fsdp_train.clip_grad_norm
-
-    def forward(*arguments: Any) -> Tensor:
-        seen.phase = "forward"
-        loss = next_token_loss(*arguments)
-        seen.phase = "backward"
-        seen.add("loss", loss)
-        return loss
-
-    def clip_and_look(model: FSDP, max_norm: float) -> Tensor:
-        seen.add("gradients", [p.grad for p in model.parameters()])
-        return clip(model, max_norm)
-
-    def spy(kind: str, collective: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            seen.add(kind, *arguments)
-            return collective(*arguments, **options)
-
-        return call
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(fsdp_train, "next_token_loss", forward))
-        stack.enter_context(patch.object(fsdp_train, "clip_grad_norm", clip_and_look))
-        for kind, names in COLLECTIVES.items():
-            for name in (name for name in names if hasattr(dist, name)):
-                stack.enter_context(patch.object(dist, name, spy(kind, getattr(dist, name))))
-        stack.enter_context(seen)
-        _, grad_norm = fsdp_train.train_step(state, next(state.data), run)
-    seen.add("norm of the gradients", grad_norm)
-    seen.add("weights", *state.model.parameters())
-    seen.add("Adam", *(t for s in state.optimizer.state.values() for t in s.values()))
-    assert grad_norm.isfinite(), "or the scaler has skipped the step"
-    return seen.seen, grad_norm.item()
+PRECISIONS = list(itertools.product((None, "bfloat16", "float16"), (None, "float32")))
 
 
-def right_dtypes(amp_dtype: str | None, reduce_dtype: str | None) -> Dtypes:
-    low = getattr(torch, amp_dtype or "float32")
-    full: tuple[str, ...] = (
-        "norm, forward",
-        "norm, backward",
-        "softmax, forward",
-        "softmax, backward",
-        "loss, forward",
-    )
-    full += ("loss, backward", "loss", "gradients", "norm of the gradients", "weights", "Adam")
-    right = {kind: {torch.float32} for kind in full}
-    right |= {kind: {low} for kind in ("gathered", "matmul, forward", "matmul, backward")}
-    return right | {"reduced": {torch.float32 if reduce_dtype else low}}
-
-
-PRECISIONS = [(amp, reduce) for amp in (None, "bfloat16", "float16") for reduce in (None, "float32")]
-
-
-def look_inside(_: core.Context) -> dict[str, Any]:
-    """The dtypes of every setting, and the same without autocast and without MixedPrecision."""
-    autocast = torch.autocast
-    mutations: dict[str, contextlib.AbstractContextManager[Any]] = {
-        "right": contextlib.nullcontext(),
-        "no autocast": patch.object(torch, "autocast", lambda *a, **k: autocast(*a, **{**k, "enabled": False})),
-        "no MixedPrecision": patch.object(fsdp_train, "MixedPrecision", lambda **_: None),
-    }
-    result: dict[str, Any] = {mutation: {} for mutation in mutations}
-    for mutation, context in mutations.items():
-        for amp, reduce in PRECISIONS:
-            with context:
-                try:
-                    result[mutation][amp, reduce] = probe(tiny_run(2, amp_dtype=amp, reduce_dtype=reduce))
-                except RuntimeError as error:  # two dtypes met in one operation
-                    result[mutation][amp, reduce] = str(error), math.nan
-    return result
+def look_inside(_: core.Context) -> dict[Any, tuple[Dtypes, float]]:
+    """The dtypes in one training step, and its gradient norm, in each precision."""
+    results = {}
+    for amp, reduce in PRECISIONS:
+        run = tiny_run(2, amp_dtype=amp, reduce_dtype=reduce)
+        state = fsdp_train.build_state(run)
+        with Probe() as probe:
+            loss, grad_norm = fsdp_train.train_step(state, next(state.data), run)
+        probe.add("results", [loss, grad_norm])
+        probe.add("weights", list(state.model.parameters()))
+        probe.add("Adam", [list(moments.values()) for moments in state.optimizer.state.values()])
+        results[amp, reduce] = probe.seen, grad_norm.item()
+    return results
 
 
 def test_dtypes_inside_a_step(tmp_path: Path) -> None:
-    """Without autocast or MixedPrecision some dtype is not the right one; float32 needs neither."""
-    for result in on_ranks(look_inside, 2, tmp_path):
+    for results in on_ranks(look_inside, 2, tmp_path):
         for amp, reduce in PRECISIONS:
-            seen, grad_norm = result["right"][amp, reduce]
-            assert seen == right_dtypes(amp, reduce), (amp, reduce)
+            seen, grad_norm = results[amp, reduce]
+            low = getattr(torch, amp or "float32")
+            right = {kind: {torch.float32} for kind in (*OPERATIONS, "results", "weights", "Adam")}
+            right |= {"matmul": {low}, "gathered": {low}, "reduced": {torch.float32 if reduce else low}}
+            assert seen == right, (amp, reduce)
             # Of unscaled gradients, so the same whatever the precision.
-            assert grad_norm == pytest.approx(result["right"][None, None][1], rel=0.02)
-            for mutation in ("no autocast", "no MixedPrecision"):
-                same = result[mutation][amp, reduce][0] == right_dtypes(amp, reduce)
-                assert same is (amp is None), f"{mutation} does not show in {amp}, {reduce}"
+            assert grad_norm == pytest.approx(results[None, None][1], rel=0.02)
 
 
 # ---- Overflow, and numbers that are not finite ----
 
 
-class Hugely(torch.autograd.Function):
-    """The loss as it is, with a gradient that no low precision holds, or none at all does."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] * ctx.factor, None
-
-
 def hugely(loss: Tensor, factor: float) -> Tensor:
-    changed: Tensor = Hugely.apply(loss, factor)
-    return changed
+    """The loss as it is, with a gradient that no low precision holds, or none at all does."""
+    loss.register_hook(lambda gradient: gradient * factor)
+    return loss
 
 
 def at_step(step: int | None, change: Callable[[Tensor], Tensor], training: bool = True) -> Callable[..., Tensor]:
@@ -432,10 +326,9 @@ def at_step(step: int | None, change: Callable[[Tensor], Tensor], training: bool
     def next_token_loss(*arguments: Any) -> Tensor:
         nonlocal calls
         loss = original(*arguments)
-        if torch.is_grad_enabled() is not training:
-            return loss
-        calls += 1
-        return change(loss) if dist.get_rank() == 1 and calls == (step or calls) else loss
+        calls += torch.is_grad_enabled() is training
+        here = torch.is_grad_enabled() is training and calls == (step or calls)
+        return change(loss) if dist.get_rank() == 1 and here else loss
 
     return next_token_loss
 
@@ -443,61 +336,54 @@ def at_step(step: int | None, change: Callable[[Tensor], Tensor], training: bool
 OVERFLOWS = {3: "in backward", 6: "in a shard"}
 
 
-def overflow(core_context: core.Context) -> dict[str, Any]:
+def overflow(core_context: core.Context) -> tuple[list[dict[str, Any]], Reports]:
     """A float16 run whose rank 1 overflows twice: in its whole gradient, and in one number of its own shard."""
-    train_step = fsdp_train.train_step
+    train_step, unscale = fsdp_train.train_step, fsdp_train.ShardedGradScaler.unscale_
     history: list[dict[str, Any]] = []
 
-    def numbers(state: fsdp_train.TrainState) -> list[Tensor]:
-        """Weights and Adam state that this rank holds some of."""
-        held = [p for p in state.model.parameters() if p.numel()]
-        adam = [t for p in held for t in state.optimizer.state[p].values()]
-        return [t.detach().clone() for t in [*held, *adam]]
+    def overflow_and_unscale(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        if dist.get_rank() == 1 and OVERFLOWS.get(len(history) + 1) == "in a shard":
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.numel()]
+            parameters[0].grad.flatten()[0] = math.inf
+        unscale(scaler, optimizer)
 
-    def spied(state: fsdp_train.TrainState, *arguments: Any) -> tuple[Tensor, Tensor]:
-        def unscale(optimizer: torch.optim.Optimizer) -> None:
-            if dist.get_rank() == 1 and OVERFLOWS.get(len(history) + 1) == "in a shard":
-                gradients = [p.grad for p in state.model.parameters() if p.grad is not None and p.grad.numel()]
-                gradients[0].flatten()[0] = math.inf
-            original(optimizer)
-
-        original, before = state.scaler.unscale_, numbers(state)
-        with patch.object(state.scaler, "unscale_", unscale):
-            loss, grad_norm = train_step(state, *arguments)
-        moved = [not torch.equal(*pair) for pair in zip(before, numbers(state), strict=True)]
-        entry = {"moved": (any(moved), all(moved)), "finite": all(t.isfinite().all() for t in numbers(state))}
-        entry |= {"scale": state.scaler.get_scale(), "loss": loss.item(), "grad_norm": grad_norm.item()}
+    def watched(state: fsdp_train.TrainState, *arguments: Any) -> tuple[Tensor, Tensor]:
+        before = held(state)
+        loss, grad_norm = train_step(state, *arguments)
+        after = held(state)
+        entry: dict[str, Any] = {"loss": loss.item(), "grad_norm": grad_norm.item(), "scale": state.scaler.get_scale()}
+        entry |= {"changed": differences(before, after), "finite": all(t.isfinite().all() for t in after.values())}
+        entry["all"] = sorted(name for name, tensor in after.items() if tensor.numel())
         history.append(entry)
         return loss, grad_norm
 
-    periods = {"max_steps": 8, "reporting_period": 2, "validation_period": 8, "checkpoint_period": 8}
     with (
-        patch.object(fsdp_train, "train_step", spied),
+        patch.object(fsdp_train, "train_step", watched),
+        patch.object(fsdp_train.ShardedGradScaler, "unscale_", overflow_and_unscale),
         patch.object(fsdp_train, "next_token_loss", at_step(3, lambda loss: hugely(loss, 1e30))),
     ):
-        reports = reports_of(core_context, tiny_run(2, amp_dtype="float16", **periods))
-    return {"history": history, "reports": reports["training"]}
+        run = tiny_run(2, amp_dtype="float16", max_steps=8, validation_period=8)
+        return history, reports_of(core_context, run)[0]
 
 
 def test_overflow_on_one_rank_skips_the_step_on_all_and_is_counted(tmp_path: Path) -> None:
-    results = on_ranks(overflow, 2, tmp_path)
+    (history, reports), (other_history, _) = on_ranks(overflow, 2, tmp_path)
     scale = 2.0**16
-    for index in range(8):
-        skipped = index + 1 in OVERFLOWS
+    for number, entries in enumerate(zip(history, other_history, strict=True), 1):
+        skipped = number in OVERFLOWS
         scale /= 2 if skipped else 1
-        for result in results:
-            step = result["history"][index]
-            assert step["finite"] and step["scale"] == scale, index + 1
-            assert step["moved"] == ((False, False) if skipped else (True, True)), index + 1
-            assert math.isfinite(step["grad_norm"]) is not skipped
-    reports = results[0]["reports"]
+        for entry in entries:
+            assert entry["finite"] and entry["scale"] == scale, number
+            assert entry["changed"] == ([] if skipped else entry["all"]), number
+            assert math.isfinite(entry["grad_norm"]) is not skipped, number
     assert [m["skipped_steps"] for m in reports] == [0, 1, 2, 2]
     assert [m["loss_scale"] for m in reports] == [65536, 32768, 16384, 16384]
+    assert all("mfu" not in m for m in reports), "where the peak is not known"
     # The means are over the steps that were not skipped.
     for report, steps in zip(reports, ([1, 2], [4], [5], [7, 8]), strict=True):
-        taken = [result["history"][step - 1] for result in results for step in steps]
+        taken = [entries[step - 1] for entries in (history, other_history) for step in steps]
         for name in ("loss", "grad_norm"):
-            assert report[name] == pytest.approx(sum(step[name] for step in taken) / len(taken), rel=1e-6)
+            assert report[name] == pytest.approx(sum(entry[name] for entry in taken) / len(taken), rel=1e-6)
 
 
 NAN = math.nan
@@ -513,65 +399,29 @@ FAILURES: dict[str, tuple[str | None, Callable[[Tensor], Tensor], int | None, bo
 }
 
 
-def fail(core_context: core.Context) -> dict[str, tuple[str, list[int]]]:
-    """How runs with a number that is not finite on rank 1 end here, and the steps that they saved."""
+def fail(core_context: core.Context) -> dict[str, tuple[str, int]]:
+    """How runs with a number that is not finite on rank 1 end here, and how often they saved."""
     ends = {}
     for name, (amp, change, step, training, _) in FAILURES.items():
-        saved: list[int] = []
-        save, message = fsdp_train.save, ""
-
-        def spy(context: Any, state: Any, run: Any, save: Any = save, saved: Any = saved) -> str:
-            saved.append(state.step)
-            return str(save(context, state, run))
-
         periods = {"max_steps": 8, "reporting_period": 2, "validation_period": 4, "checkpoint_period": 4}
         if step is None:
             periods = dict.fromkeys(periods, 20)
         with (
             patch.object(fsdp_train, "next_token_loss", at_step(step, change, training)),
-            patch.object(fsdp_train, "save", spy),
-            warnings.catch_warnings(),
+            patch.object(fsdp_train, "save", wraps=fsdp_train.save) as save,
+            pytest.raises(fsdp_train.Refusal) as refusal,
         ):
-            # Once in a while torch 2.3 says so of what an earlier run has left.
-            warnings.filterwarnings("ignore", "Deallocating Tensor that still has live PyObject references")
-            try:
-                fsdp_train.train(core_context, tiny_run(2, amp_dtype=amp, **periods))
-            except fsdp_train.Refusal as refusal:
-                message = str(refusal)
-        ends[name] = message, saved
+            fsdp_train.train(core_context, tiny_run(2, amp_dtype=amp, **periods))
+        ends[name] = str(refusal.value), save.call_count
     return ends
 
 
 def test_ends_when_not_finite(tmp_path: Path) -> None:
     for ends in on_ranks(fail, 2, tmp_path):
         for name, (*_, says) in FAILURES.items():
-            message, saved = ends[name]
+            message, saves = ends[name]
             assert says in message, f"{name}: {message}"
-            assert saved == ([] if "for good" in name else [4]), f"{name}: nothing from the steps that failed"
-
-
-def agree(_: core.Context) -> dict[Any, Any]:
-    """What two ranks with other GPUs choose."""
-    capabilities = {"V100": (7, 0), "T4": (7, 5), "A100": (8, 0), "H100": (9, 0)}
-    agreed: dict[Any, Any] = {}
-    for pair in (("A100", "T4"), ("T4", "A100"), ("H100", "A100"), ("V100", "T4")):
-        name = pair[dist.get_rank()]
-        weakest = min(fsdp_train.everywhere(functools.partial(tuple, (capabilities[name], name))))
-        for setting in ("auto", "bfloat16"):
-            try:
-                agreed[pair, setting] = fsdp_train.choose_amp_dtype(setting, "cuda", *weakest)
-            except det.InvalidHP as problem:
-                agreed[pair, setting] = str(problem)
-    return agreed
-
-
-def test_ranks_agree_on_the_weakest_gpu(tmp_path: Path) -> None:
-    one, two = on_ranks(agree, 2, tmp_path)
-    assert one == two
-    for pair in (("A100", "T4"), ("T4", "A100"), ("V100", "T4")):
-        assert one[pair, "auto"][0] == torch.float16
-        assert "capability 8.0" in one[pair, "bfloat16"]
-    assert one[("H100", "A100"), "auto"][0] == one[("H100", "A100"), "bfloat16"][0] == torch.bfloat16
+            assert saves == ("for good" not in name), f"{name}: at step 4, and nothing from the steps that failed"
 
 
 # ---- The command line ----
@@ -582,18 +432,21 @@ LONGER |= dict.fromkeys(("reporting_period", "validation_period"), 40) | {"check
 
 
 def test_two_jobs_on_one_host_learn(tmp_path: Path) -> None:
-    """Both under torchrun itself, started at the same time; then a third, on one process of its own."""
+    """The second under torchrun itself; then a third, of one process, where something turned TF32 on before."""
     folders = {name: tmp_path / name for name in ("tiny", "longer", "one")}
     for folder in folders.values():
         folder.mkdir()
     longer = start(*CONFIG, *overrides(**LONGER), ranks=2, cwd=folders["longer"])
     small = torchrun(*CONFIG, *overrides(micro_batch_size=5, amp_dtype="bfloat16"), ranks=2, cwd=folders["tiny"])
     outcome = longer.finish()
-    one = run(*CONFIG, *overrides(max_steps=4), ranks=0, cwd=folders["one"])
+    tf32 = "import atexit, torch; torch.set_float32_matmul_precision('medium'); "
+    tf32 += "atexit.register(lambda: print('products in', torch.get_float32_matmul_precision()))"
+    one = run(*CONFIG, *overrides(max_steps=4), ranks=0, cwd=folders["one"], before=tf32)
     for ended, job in ((small, "tiny"), (outcome, "longer"), (one, "one")):
         assert ended.code == 0, ended.text
         assert "Traceback" not in ended.text and "warn" not in ended.text.lower(), ended.text
         assert [path.name for path in folders[job].iterdir()] == ["checkpoints"]
+    assert "products in highest" in one.text, "float32 means float32"
 
     losses = [float(loss) for loss in re.findall(r"  validation_loss ([\d.]+)", outcome.text)]
     assert math.log(4) < losses[-1] < 1.1 * math.log(4), "near the floor, not below"
@@ -633,25 +486,6 @@ def test_long_numbers_fit_a_terminal(tmp_path: Path) -> None:
     assert max(map(len, lines)) <= 100 - len("54000") + 1, max(lines, key=len)
 
 
-def test_mfu_is_that_of_known_gpus(tmp_path: Path) -> None:
-    assert on_ranks(measured_mfu, 1, tmp_path) == [True]
-
-
-def measured_mfu(core_context: core.Context) -> bool:
-    run = tiny_run(**CURVE)
-    fast = fsdp_train.Run(run.config, run.device, 0, 1, None, peak_rate=1e6)
-    reports = reports_of(core_context, fast)["training"][1:]
-    return all(m["mfu"] == pytest.approx(m["tokens_per_second"] / 1e6) for m in reports)
-
-
-def test_float32_means_float32(tmp_path: Path) -> None:
-    """Whatever the environment or a plugin said of TF32 before."""
-    tell = "import atexit, torch; torch.set_float32_matmul_precision('medium'); "
-    tell += "atexit.register(lambda: print('products in', torch.get_float32_matmul_precision()))"
-    outcome = run(*CONFIG, *overrides(max_steps=1), ranks=0, cwd=tmp_path, before=tell)
-    assert outcome.code == 0 and "products in highest" in outcome.text, outcome.text
-
-
 def test_dry_run(tmp_path: Path) -> None:
     """Of the large run, without a process group, a GPU, or memory for its weights."""
     refuse = "import torch, resource; torch.distributed.init_process_group = torch.cuda.device_count = None; "
@@ -673,15 +507,4 @@ def test_dry_run(tmp_path: Path) -> None:
     ):
         assert part in outcome.text, f"{part}:\n{outcome.text}"
     assert max(map(len, outcome.text.splitlines())) <= 100
-    other = run(*large, "slots_per_trial=32", "warmup_steps=54000", ranks=0, cwd=tmp_path)
-    assert "4 node(s) x 8" in other.text and "rate never reaches lr" in other.text, other.text
     assert list(tmp_path.iterdir()) == []
-
-
-def test_diverged_run_ends(tmp_path: Path) -> None:
-    outcome = run(*CONFIG, *overrides(lr="1e30", warmup_steps=0, checkpoint_period=2), ranks=2, cwd=tmp_path)
-    assert outcome.code == 1
-    assert outcome.text.count("fsdp_train.py: training is not finite in steps 1..2") == 1, outcome.text
-    assert "Traceback" not in outcome.text, "no traceback of ours"
-    assert list((tmp_path / "checkpoints").iterdir()) == []
-    assert SCRIPT.exists() and Block is not None
