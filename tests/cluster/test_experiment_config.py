@@ -6,18 +6,15 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
-from determined.cli import _declarative_argparse
+from determined.cli import _declarative_argparse, ntsc
 from determined.cli import experiment as det_experiment
 from determined.common.context import read_v1_context
-from determined.common.util import yaml_safe_load
+from determined.common.util import yaml_safe_dump, yaml_safe_load
 
 import fsdp_train
-from expconf import IDLE, apply_cli, problems
-
-Json = dict[str, Any]
+from expconf import Json, problems
 
 pytestmark = pytest.mark.filterwarnings("ignore:GitWildMatchPattern")  # inside determined
 
@@ -27,19 +24,22 @@ UPLOAD = {*FILES, "README.md", "data.py", "fsdp_train.py", "model.py", "requirem
 GONE = object()
 POLICY = {"pattern": "(a", "action": "cancel_retries"}
 ASHA = {"searcher.name": "adaptive_asha", "searcher.max_trials": 4}
-LOG, CHOICE = {"type": "log", "minval": -4, "maxval": -2}, {"type": "categorical", "vals": [1, 2]}
+LOG = {"type": "log", "minval": -4, "maxval": -2}
+# Accepted without effect: a Core API script decides itself how long it trains, and when it validates and profiles.
+IDLE = ("max_length", "min_validation_period", "scheduling_unit", "profiling")
 
 # What was changed in config.yaml, for the lines about a master's verdicts that do not say it in YAML.
 CHANGES: dict[str, list[Json]] = {
-    'resources.shm_size: 16G (or "1000", any string)': [{"resources.shm_size": text} for text in ("16G", "1000", "x")],
+    'resources.shm_size: 16G (or "1000", any string)': [{"resources.shm_size": "16G"}, {"resources.shm_size": "1000"}],
     "unknown key at top level (foo: 1)": [{"foo": 1}],
     "unknown key in resources (gpus: 2)": [{"resources.gpus": 2}],
     "resources.slots_per_trial above what the pool has": [{"resources.slots_per_trial": 3}],
     "searcher adaptive_asha without time_metric (or with max_length only)": [
-        ASHA | more for more in ({}, {"searcher.max_time": 200}, {"searcher.max_length": {"batches": 200}})
+        ASHA | {"searcher.max_time": 200},
+        ASHA | {"searcher.max_length": {"batches": 200}},
     ],
     "searcher random without max_trials": [{"searcher.name": "random"}],
-    "searcher single with the old max_length": [{"searcher.max_length": {"batches": 200}}, {"searcher.max_length": 9}],
+    "searcher single with the old max_length": [{"searcher.max_length": {"batches": 200}}],
     "searcher without metric": [{"searcher.metric": GONE}],
     "workspace without project": [{"workspace": "Research"}, {"project": "lm"}],
     "workspace and a project that do not exist": [{"workspace": "Research", "project": "lm"}],
@@ -51,10 +51,12 @@ CHANGES: dict[str, list[Json]] = {
     "hyperparameter that is a list": [{"hyperparameters.lr": [1, 2]}],
     "hyperparameter null": [{"hyperparameters.lr": None}],
     "hyperparameter {type: log, minval, maxval} without base": [{"hyperparameters.lr": LOG}],
-    "hyperparameter {type: categorical} under searcher single": [{"hyperparameters.lr": CHOICE}],
+    "hyperparameter {type: categorical} under searcher single": [
+        {"hyperparameters.lr": {"type": "categorical", "vals": [1]}}
+    ],
     "min_validation_period, scheduling_unit, profiling.enabled, preemption_timeout": [
-        {"min_validation_period": {"batches": 1}, "scheduling_unit": 9, "profiling.enabled": True},
-        {"preemption_timeout": 60},
+        {"min_validation_period": {"batches": 1}, "scheduling_unit": 9},
+        {"profiling.enabled": True, "preemption_timeout": 60},
     ],
 }
 
@@ -63,24 +65,16 @@ def experiment(name: str) -> Json:
     return yaml_safe_load((ROOT / name).read_text())
 
 
-def changed(config: Json, changes: Json) -> Json:
+def changed(changes: Json) -> Json:
+    """config.yaml with other values of some keys."""
+    config = experiment("config.yaml")
     for key, value in changes.items():
-        *path, name = key.split(".")
-        section = config
-        for part in path:
-            section = section.setdefault(part, {})
-        section[name] = value
+        section, _, name = key.rpartition(".")
+        place = config.setdefault(section, {}) if section else config
+        place[name] = value
         if value is GONE:
-            del section[name]
+            del place[name]
     return config
-
-
-def create_commands(readme: str) -> list[str]:
-    """The `det experiment create CONFIG ...` in blocks and in the text."""
-    blocks = re.findall(r"```bash\n(.*?)```", readme, re.S)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    lines += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", readme, flags=re.S))]
-    return [line for line in lines if re.match(r"det (e|experiment) create .*\.yaml", line)]
 
 
 def test_the_checker_says_what_the_master_said() -> None:
@@ -89,12 +83,14 @@ def test_the_checker_says_what_the_master_said() -> None:
     assert len(verdicts) == 28 and CHANGES.keys() <= verdicts.keys()
     assert problems(experiment("config.yaml"), slots=2) == []
     for change, (verdict, reason) in verdicts.items():
-        for changes in CHANGES.get(change) or [{key: yaml_safe_load(value)} for key, value in [change.split(": ", 1)]]:
-            found = problems(changed(experiment("config.yaml"), changes), slots=2)
+        key, _, value = change.partition(": ")
+        for changes in CHANGES.get(change) or [{key: yaml_safe_load(value)}]:
+            found = problems(changed(changes), slots=2)
             assert len(found) == (verdict == "refused"), (changes, found)
-            words = reason.partition(" (")[0].split(" ... ")
-            assert verdict == "accepted" or all(word in found[0] for word in words), (changes, found)
-    research = experiment("config.yaml") | {"workspace": "Research", "project": "lm"}
+            if found:
+                words = reason.partition(" (")[0].split(" ... ")
+                assert all(word in found[0] for word in words), (changes, found)
+    research = changed({"workspace": "Research", "project": "lm"})
     assert [len(problems(research, [("Research", name)])) for name in ("lm", "other")] == [0, 1]
 
 
@@ -102,37 +98,32 @@ def test_the_checker_says_what_the_master_said() -> None:
 def test_files(name: str) -> None:
     config = experiment(name)
     assert problems(config) == []
-    sections = {section: keys for section, keys in config.items() if isinstance(keys, dict)}
-    assert not IDLE & {*config, *(f"{section}.{key}" for section, keys in sections.items() for key in keys)}
+    assert not any(f"{key}:" in (ROOT / name).read_text() for key in IDLE)
     assert config["searcher"] == {"name": "single", "metric": "validation_loss", "smaller_is_better": True}
     assert config["environment"]["image"] == "determinedai/pytorch-ngc:0.38.1"
     slots, restarts = {"config.yaml": (2, 1), "distributed.yaml": (16, 5)}[name]
     assert (config["resources"]["slots_per_trial"], config["max_restarts"]) == (slots, restarts)
-    entrypoint = re.fullmatch(
-        r"python3 -m determined\.launch\.torch_distributed python3 (\S+)\s*", config["entrypoint"]
-    )
-    assert entrypoint is not None and entrypoint[1] in UPLOAD and (ROOT / entrypoint[1]).is_file()
-    # The master reads YAML 1.1, where yes and on are booleans, and takes a dict for a search range.
-    hparams = config["hyperparameters"]
-    assert all(value is None or isinstance(value, (bool, int, float, str)) for value in hparams.values())
-    booleans = {"y", "n", "yes", "no", "on", "off", "true", "false"}
-    assert not booleans & {str(word).lower() for pair in hparams.items() for word in pair if isinstance(word, str)}
+    launcher, _, script = config["entrypoint"].strip().rpartition(" ")
+    assert launcher == "python3 -m determined.launch.torch_distributed python3"
+    assert script in UPLOAD and (ROOT / script).is_file()
 
 
 def test_readme_commands() -> None:
-    readme = (ROOT / "README.md").read_text()
-    parser = argparse.ArgumentParser()
-    _declarative_argparse.add_args(parser, det_experiment.args_description)
+    """With the workspaces and projects that the README creates."""
+    readme = (ROOT / "README.md").read_text().replace("\\\n", " ")
+    commands = re.findall(r"^det experiment create .*", readme, re.M)  # in blocks
+    commands += re.findall(r"`(det experiment create [^`]+)`", readme)
+    assert len(commands) >= 5
     workspaces = re.findall(r"det workspace create (\S+)", readme)
     projects = [pair for pair in re.findall(r"det project create (\S+) (\S+)", readme) if pair[0] in workspaces]
-    commands = create_commands(readme)
-    assert commands
+    parser = argparse.ArgumentParser()
+    _declarative_argparse.add_args(parser, det_experiment.args_description)
     for command in commands:
         words = [str(ROOT / word) if word.endswith(".yaml") else word for word in shlex.split(command)[1:]]
         arguments = parser.parse_args(words)
         with arguments.config_file as file:
-            config = apply_cli(yaml_safe_load(file), arguments.config)
-        assert problems(config, projects) == [], command
+            config = ntsc.parse_config_overrides(yaml_safe_load(file), arguments.config)
+        assert problems(yaml_safe_load(yaml_safe_dump(config)), projects) == [], command
 
 
 def test_the_large_run_has_what_a_real_run_needs() -> None:
@@ -140,13 +131,11 @@ def test_the_large_run_has_what_a_real_run_needs() -> None:
     assert config["resources"]["shm_size"] == 16 * 2**30
     assert config["checkpoint_storage"] == {"save_experiment_best": 0, "save_trial_best": 1, "save_trial_latest": 2}
     variables = dict(line.split("=", 1) for line in config["environment"]["environment_variables"])
-    assert all(re.fullmatch(r"[A-Z][A-Z0-9_]*", name) for name in variables)
     assert int(variables["TORCH_NCCL_TRACE_BUFFER_SIZE"]) > 0
     assert variables["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
     assert variables["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
     assert int(variables["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"]) > fsdp_train.TIMEOUT.total_seconds()
-    hparams = config["hyperparameters"]
-    assert (hparams["sharding"], hparams["activation_checkpointing"]) == ("hybrid", True)
+    assert config["hyperparameters"]["activation_checkpointing"] is True
 
 
 def test_log_policies() -> None:
@@ -167,10 +156,8 @@ def test_log_policies() -> None:
 def test_upload(tmp_path: Path) -> None:
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    left_behind = (
-        "checkpoints/uuid/__0_0.distcp traces/rank0.1.pt.trace.json __pycache__/model.cpython-310.pyc weights.pt"
-    )
-    left_behind += " tokens.bin .venv/bin/python .git/HEAD .mypy_cache/x.json .pytest_cache/README.md .ruff_cache/x"
+    left_behind = "checkpoints/uuid/__0_0.distcp traces/rank0.1.pt.trace.json __pycache__/model.cpython-310.pyc"
+    left_behind += " weights.pt tokens.bin .venv/bin/python .git/HEAD .mypy_cache/x.json .ruff_cache/x"
     for name in {*listed, *left_behind.split()}:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)

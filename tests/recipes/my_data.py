@@ -20,7 +20,9 @@ class SyntheticTokens:
     entropy = 0.0  # no better floor is known for real text
 
     def __init__(self, config: Any, split: str, rank: int, ranks: int) -> None:
-        size = os.stat(PATH).st_size
+        if not os.path.isfile(PATH):
+            raise ValueError(f"{PATH}: no such file of token ids; its name stands at the top of data.py")
+        size = os.path.getsize(PATH)
         if not size or size % np.dtype(DTYPE).itemsize:
             raise RuntimeError(f"{PATH} has {size} bytes: write token ids of type {DTYPE.__name__} into it")
         tokens = np.memmap(PATH, DTYPE, mode="r")

@@ -7,7 +7,6 @@ Transformer = ConvolutionalLM
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -47,6 +46,9 @@ class ConvolutionalLM(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
+        return self.logits(x)
+
+    def logits(self, x: Tensor) -> Tensor:
         logits: Tensor = self.head(x)
         return logits
 
@@ -61,8 +63,5 @@ class TiedLM(ConvolutionalLM):
         super().__init__(**sizes)
         del self.head
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return F.linear(x, self.embedding.weight) / torch.tensor(x.shape[-1])
+    def logits(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.embedding.weight) / x.shape[-1]

@@ -16,12 +16,10 @@ import random
 import resource
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-import traceback
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -32,23 +30,12 @@ from typing import Any, NamedTuple
 
 from processes import kill_all, processes, send
 
-TOOLS = Path(__file__).resolve().parent
-ROOT = TOOLS.parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "fsdp_train.py"
 HANG = 600  # seconds after which a job counts as hung
 Env = dict[str, str] | None
-FOREIGN = (
-    "DET_",
-    "TORCHELASTIC_",
-    "PET_",
-    "MASTER_",
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "GROUP_",
-    "PYTHONPATH",
-    "INTER_TRAIN",
-)
+# What tells a process of ranks and clusters.
+FOREIGN = ("DET_", "TORCHELASTIC_", "PET_", "MASTER_", "RANK", "WORLD_", "LOCAL_", "GROUP_", "PYTHONPATH", "INTER_")
 
 # What the script and determined import, some of it late, and what tests import. Nothing here may start a thread.
 PRELOAD = """
@@ -70,85 +57,84 @@ class Outcome(NamedTuple):
 
 
 class Job:
-    """Forked ranks or commands that run side by side, with all that they start in turn."""
+    """Ranks or commands that run side by side, with all that they start in turn."""
 
-    def __init__(self, forked: bool) -> None:
-        self.forked = forked
+    def __init__(self) -> None:
+        self.processes: list[Any] = []
         self.pids: list[int] = []
-        self.polls: list[Callable[[], int | None]] = []
         self.first_failure = 0
         self.folder = tempfile.TemporaryDirectory(prefix="job-")
-        self.mark = {"TEST_JOB": self.folder.name}  # environment variable that all commands of the job inherit
-        self.kill = weakref.finalize(self, kill_all, self.pids, **self.mark)  # once: later the pids may be others'
+        self.kill = weakref.finalize(self, kill_all, self.pids, self.folder.name)  # once: later the pids may be others'
 
-    def environment(self, env: Env) -> dict[str, str]:
-        """Ours, less what would tell a process of ranks and clusters, and `env`."""
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
-        return inherited | self.mark | (env or {})
+    def add(self, env: Env, cwd: Path, become: Callable[..., None], *arguments: Any) -> None:
+        """Fork a process that goes on as a rank or a command."""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+        environment |= {"TEST_JOB": self.folder.name} | (env or {})
+        output = Path(self.folder.name, str(len(self.pids)))
+        output.touch()
+        child = (environment, cwd, output, become, arguments)
+        process: Any = multiprocessing.get_context("forkserver").Process(target=_become, args=child)
+        with LOCK:
+            process.start()
+        self.processes.append(process)
+        self.pids.append(process.pid)
 
     def poll(self) -> list[int | None]:
         """The exit codes; None: still running."""
         with LOCK:
-            codes = [poll() for poll in self.polls]
+            codes = [process.exitcode for process in self.processes]
         self.first_failure = self.first_failure or next((code for code in codes if code), 0)
         return codes
 
     def texts(self) -> list[str]:
         """What each has written so far."""
         files = [Path(self.folder.name, str(index)) for index in range(len(self.pids))]
-        return [file.read_text(errors="replace") if file.exists() else "" for file in files]
+        return [file.read_text(errors="replace") for file in files]
 
-    def wait_for(self, words: str, timeout: float = HANG) -> None:
-        """Wait until there is a line with `words` in the output."""
-        deadline, ended = time.monotonic() + timeout, False
-        while not any(words in line for text in self.texts() for line in text.splitlines()):
-            if ended:
-                self.kill()
-                raise AssertionError("\n".join([f"no {words!r} in:", *self.texts()]))
-            time.sleep(0.02)
-            ended = None not in self.poll() or time.monotonic() > deadline
+    def wait_for(self, words: str) -> None:
+        """Wait until `words` are in the output."""
+        wait_until(lambda: words in "".join(self.texts()) or None not in self.poll(), HANG)
+        if words not in (text := "\n".join(self.texts())):
+            self.kill()
+            raise AssertionError(f"no {words!r} in:\n{text}")
 
-    def signal(self, signum: int, rank: int | None = None) -> None:
-        """Send a signal to a rank, or to all forked ranks or all commands, but to nothing that these have started."""
-        pids = self.pids
-        if rank is not None:
-            pids = [pids[rank]] if self.forked else processes((), **self.mark, RANK=str(rank))
-        send(signum, pids)
+    def signal(self, signum: int, index: int | None = None) -> None:
+        """Send a signal to one rank or command, or to all, but to nothing that these have started."""
+        send(signum, self.pids if index is None else [self.pids[index]])
 
     def finish(
         self, timeout: float = HANG, grace: float = 10, during: Callable[["Job"], object] = lambda _: None
     ) -> Outcome:
-        """Wait for the end, calling `during` all the while. Fails if the job hangs or leaves a process behind.
+        """Wait for the end, calling `during`; nothing may hang or be left. A failure's others have `grace` seconds."""
 
-        When one process has failed, the others are killed after `grace` seconds.
-        """
-        deadline, failed = time.monotonic() + timeout, False
+        def ended() -> bool:
+            during(self)
+            return None not in self.poll()
+
+        ours = self.pids, self.folder.name
         try:
-            while None in (codes := self.poll()) and time.monotonic() < deadline:
-                if self.first_failure and not failed:
-                    failed, deadline = True, min(deadline, time.monotonic() + grace)
-                time.sleep(0.02)
-                during(self)
-            ended, hung = None not in codes, None in codes and not failed
-            deadline = time.monotonic() + 3
-            while (left := processes(self.pids, **self.mark)) and ended and time.monotonic() < deadline:
-                time.sleep(0.02)
-            if hung:
-                send(signal.SIGABRT, left)  # faulthandler says where every thread is
+            in_time = wait_until(lambda: ended() or self.first_failure != 0, timeout)
+            clean = in_time and (not wait_until(ended, grace) or wait_until(lambda: not processes(*ours), 3))
+            if not in_time:
+                send(signal.SIGABRT, processes(*ours))  # faulthandler says where every thread is
                 time.sleep(1)
         finally:
             self.kill()
-        while None in (codes := self.poll()):
-            time.sleep(0.01)
+        wait_until(lambda: None not in self.poll(), HANG)
         texts = self.texts()
         self.folder.cleanup()
         text = "".join(texts)
-        assert not hung, f"still running after {timeout} s:\n{text}"
-        assert not (ended and left), f"left something running:\n{text}"
-        return Outcome(self.first_failure, text, [code for code in codes if code is not None], texts)
+        assert in_time, f"still running after {timeout} s:\n{text}"
+        assert clean, f"left something running:\n{text}"
+        return Outcome(self.first_failure, text, [code for code in self.poll() if code is not None], texts)
 
 
-# ---- Forked ranks ----
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether it came true in time."""
+    deadline = time.monotonic() + seconds
+    while not (met := condition()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return met
 
 
 def run(*arguments: str, timeout: float = HANG, grace: float = 10, **options: Any) -> Outcome:
@@ -159,28 +145,32 @@ def run(*arguments: str, timeout: float = HANG, grace: float = 10, **options: An
 def start(
     *arguments: str, ranks: int = 1, nodes: int = 1, cwd: Path, env: Env = None, script: Path = SCRIPT, before: str = ""
 ) -> Job:
-    """Start a script on `ranks` ranks; 0 is one process that knows of no ranks.
-
-    before: Python source that each rank runs before the script; it can import the modules beside this one.
-    """
-    # No folder of pytest's path: a copy of the script must not find the modules of this one.
-    found = [path for path in sys.path if not Path(path).resolve().is_relative_to(ROOT / "tests")]
-    path = [str(script.parent), *(p for p in found if Path(p).resolve() != ROOT), str(TOOLS)]
-    return _fork(ranks, nodes, cwd, env, _run_script, str(script), arguments, before, path)
+    """Start a script; with 0 ranks one process that knows of none. Each runs the source `before` first."""
+    return _start_ranks(ranks, nodes, cwd, env, _run_script, str(script), arguments, before)
 
 
 def on_ranks(
     function: Callable[..., Any], ranks: int, folder: Path, *arguments: Any, nodes: int = 1, timeout: float = HANG
 ) -> list[Any]:
-    """Call `function(core_context, *arguments)` on `ranks` ranks; returns what each returned.
-
-    The function must be at the top of a module; checkpoints go to `folder`/checkpoints.
-    """
-    call = pickle.dumps((function, arguments))
+    """What `function(core_context, *arguments)`, of a module, returns on each rank. They work in `folder`."""
     with tempfile.TemporaryDirectory() as results:
-        outcome = _fork(ranks, nodes, folder, None, _call, call, str(folder / "checkpoints"), results).finish(timeout)
+        outcome = _start_ranks(ranks, nodes, folder, None, _call, function, arguments, results).finish(timeout)
         assert outcome.code == 0, outcome.text
         return [pickle.loads(Path(results, str(rank)).read_bytes()) for rank in range(ranks)]
+
+
+def launch(commands: Sequence[list[str]], cwd: Path, envs: Sequence[dict[str, str]] | None = None) -> Job:
+    """Start commands side by side."""
+    job = Job()
+    for command, env in zip(commands, envs or [{}] * len(commands), strict=True):
+        job.add({"PYTHONFAULTHANDLER": "1"} | env, cwd, os.execvp, command[0], command)
+    return job
+
+
+def torchrun(*arguments: str, ranks: int, cwd: Path, script: Path = SCRIPT) -> Outcome:
+    """Run the script under torchrun itself."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return launch([[*command, str(script), *arguments]], cwd).finish()
 
 
 def free_port() -> int:
@@ -191,24 +181,23 @@ def free_port() -> int:
             return port
 
 
-def _fork(ranks: int, nodes: int, cwd: Path, env: Env, become: Callable[..., None], *arguments: Any) -> Job:
-    job, port, local = Job(forked=True), free_port(), max(ranks // nodes, 1)
+def _start_ranks(ranks: int, nodes: int, cwd: Path, env: Env, become: Callable[..., None], *arguments: Any) -> Job:
+    job, port, local = Job(), free_port(), max(ranks // nodes, 1)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": ranks}
+    shared |= {"LOCAL_WORLD_SIZE": local, "GROUP_WORLD_SIZE": nodes}
     for rank in range(ranks or 1):
-        place = {"RANK": rank, "LOCAL_RANK": rank % local, "GROUP_RANK": rank // local, "MASTER_PORT": port}
-        place |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": local, "GROUP_WORLD_SIZE": nodes}
-        variables = {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in place.items()}
-        environment = job.environment((variables if ranks else {}) | (env or {}))
-        child = (environment, str(cwd), f"{job.folder.name}/{rank}", become, arguments)
-        process = multiprocessing.get_context("forkserver").Process(target=_become, args=child)
-        with LOCK:
-            process.start()
-        job.pids.append(process.pid or 0)
-        job.polls.append(lambda process=process: process.exitcode)  # type: ignore[misc]
+        place = {"RANK": rank, "LOCAL_RANK": rank % local, "GROUP_RANK": rank // local} | shared if ranks else {}
+        place["INTER_TRAIN_PROCESS_COMM_PORT_1"] = port - 13000
+        job.add({name: str(value) for name, value in place.items()} | (env or {}), cwd, become, *arguments)
     return job
 
 
-def _become(environment: dict[str, str], cwd: str, output: str, become: Callable[..., None], arguments: Any) -> None:
-    """Make a forked process what a new one would be."""
+# ---- In the forked process ----
+
+
+def _become(environment: dict[str, str], cwd: Path, output: Path, become: Callable[..., None], arguments: Any) -> None:
+    """Make the forked process what a new one would be."""
+    import torch
     from determined import core
 
     os.setsid()
@@ -218,98 +207,43 @@ def _become(environment: dict[str, str], cwd: str, output: str, become: Callable
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
-    os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+    os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), 1)
     os.dup2(1, 2)
-    sys.stdout = open(1, "w", buffering=1 if "PYTHONUNBUFFERED" in environment else -1, closefd=False)  # noqa: SIM115
     faulthandler.enable()
     tempfile.tempdir = None  # found anew, by the new TMPDIR
-    multiprocessing.set_start_method(None, force=True)  # back to the default
     # Determined read its ports when it was imported, before the fork.
-    master = environment.get("MASTER_PORT", "")
-    port = 2000 + (int(master) % 10000 if master.isdecimal() else 0)
-    port = int(environment.get("INTER_TRAIN_PROCESS_COMM_PORT_1", port))
+    port = int(environment.get("INTER_TRAIN_PROCESS_COMM_PORT_1", 0))
     init: Any = core.DistributedContext.__init__
     init.__kwdefaults__.update(pub_port=port, pull_port=port + 1)
     gc.freeze()  # else the interpreter's end takes three times as long: it goes through all that was ever loaded
-
-    import numpy as np
-    import torch
-
-    np.random.seed()  # as in a new process: not what all ranks inherited
-    torch.default_generator.seed()
+    torch.default_generator.seed()  # no state that all ranks share: a seed that is missing must show
     torch.set_num_threads(1)  # where OMP_NUM_THREADS is looked at no more
     become(*arguments)
 
 
-def _run_script(script: str, arguments: tuple[str, ...], before: str, path: list[str]) -> None:
-    """Do what `python script arguments` does, to the exit."""
-    sys.argv, sys.path = [script, *arguments], path
+def _run_script(script: str, arguments: tuple[str, ...], before: str) -> None:
+    """Do what `python script arguments` does, to the end of the interpreter, which the fork server would skip."""
+    # No folder of pytest's path: a copy of the script must not find the modules of this one.
+    tests = ROOT / "tests"
+    others = [path for path in sys.path if (place := Path(path).resolve()) != ROOT and tests not in place.parents]
+    sys.argv, sys.path = [script, *arguments], [str(Path(script).parent), *others, str(tests / "tools")]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__file__ = script
-    code: Any = 0
-    try:
-        exec(compile(before, "<before>", "exec"), {"__name__": "before"})
-        exec(compile(Path(script).read_bytes(), script, "exec"), vars(main))
-    except SystemExit as end:
-        code = end.code or 0
-        if not isinstance(code, int):
-            print(code, file=sys.stderr)
-            code = 1
-    except BaseException as error:
-        here = error.__traceback__
-        sys.excepthook(type(error), error.with_traceback(here and here.tb_next), here and here.tb_next)
-        code = 1
-    # The end of the interpreter, which sys.exit() would not reach from here: the fork server calls os._exit().
-    ctypes.pythonapi.Py_Exit(code)
+    exec(before, {"__name__": "before"})
+    # As the interpreter does it: prints an error, and ends the process at a sys.exit().
+    failed = ctypes.pythonapi.PyRun_SimpleString(b"exec(compile(open(__file__, 'rb').read(), __file__, 'exec'))")
+    ctypes.pythonapi.Py_Exit(-failed)
 
 
-def _call(call: bytes, storage: str, results: str) -> None:
-    import torch.distributed as dist
-    from determined import core
+def _call(function: Callable[..., Any], arguments: Any, results: str) -> None:
+    from fsdp_train import connect, core, dist, read_place, torch
 
-    try:
-        function, arguments = pickle.loads(call)
-        with core.init(distributed=_connect(), checkpoint_storage=storage) as core_context:
-            result = function(core_context, *arguments)
-        Path(results, str(dist.get_rank())).write_bytes(pickle.dumps(result))
-        dist.barrier()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    os._exit(code)
-
-
-def _connect() -> Any:
-    """Join the process group; returns the DistributedContext."""
-    import torch
-
-    import fsdp_train
-
-    fsdp_train.read_place()
-    return fsdp_train.connect(torch.device("cpu"))
-
-
-# ---- Commands ----
-
-
-def launch(commands: Sequence[Sequence[str]], cwd: Path, envs: Sequence[dict[str, str]] | None = None) -> Job:
-    """Start commands side by side."""
-    job = Job(forked=False)
-    for index, (command, more) in enumerate(zip(commands, envs or [{}] * len(commands), strict=True)):
-        env = job.environment({"PYTHONFAULTHANDLER": "1"} | more)
-        with Path(job.folder.name, str(index)).open("wb") as out:
-            process = subprocess.Popen(command, cwd=cwd, env=env, stdout=out, stderr=out, start_new_session=True)
-        job.pids.append(process.pid)
-        job.polls.append(process.poll)
-    return job
-
-
-def torchrun(*arguments: str, ranks: int, cwd: Path, env: Env = None, script: Path = SCRIPT) -> Outcome:
-    """Run the script under torchrun itself."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return launch([[*command, str(script), *arguments]], cwd, [env or {}]).finish()
+    read_place()
+    channel = connect(torch.device("cpu"))
+    with core.init(distributed=channel, checkpoint_storage=str(Path("checkpoints").resolve())) as core_context:
+        result = function(core_context, *arguments)
+    Path(results, str(dist.get_rank())).write_bytes(pickle.dumps(result))
+    dist.barrier()
 
 
 if multiprocessing.current_process().name == "MainProcess":

@@ -1,20 +1,20 @@
 """Watch `fsdp_train.train` from inside a rank: what it reports, saves and polls, and the numbers that it leaves."""
 
-import contextlib
 import dataclasses
-import logging
-from collections.abc import Iterator
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from determined import core
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import fsdp_train
+from fsdp_train import Run, TrainState
 
 FIRST_SCALE = 2.0**20  # of the loss: one float16 step overflows, and more once the scale has grown
 VOLATILE = ("tokens_per_second", "peak_memory_gib")  # these depend on the machine
@@ -42,7 +42,7 @@ class Observed:
         return {step: metrics for what, step, metrics in self.reports if what == kind}
 
 
-def held(state: fsdp_train.TrainState) -> dict[str, Tensor]:
+def held(state: TrainState) -> dict[str, Tensor]:
     """Copies of what this rank holds: its part of every weight, and the optimizer's state for it."""
     copies = {}
     for name, p in state.model.named_parameters():
@@ -51,87 +51,58 @@ def held(state: fsdp_train.TrainState) -> dict[str, Tensor]:
     return copies
 
 
-def whole(state: fsdp_train.TrainState) -> dict[str, Tensor]:
-    """Weights and Adam's moments in their true shapes, gathered by FSDP itself. COLLECTIVE."""
+def whole(state: TrainState) -> dict[str, Tensor]:
+    """Weights and Adam states, flat: the parts of all ranks of a replica in a row. COLLECTIVE."""
+    ranks = dist.get_world_size(state.model.process_group)
+    first = dist.get_rank() // ranks * ranks
+    parts = fsdp_train.everywhere(lambda: held(state))[first : first + ranks]
     gathered = {}
-    weights = {name: p.detach().clone() for name, p in state.model.named_parameters()}
-    for moment in ("", "exp_avg", "exp_avg_sq"):
-        with torch.no_grad():
-            for p in state.model.parameters():
-                if moment and p.numel():
-                    p.copy_(state.optimizer.state[p][moment])
-        with FSDP.summon_full_params(state.model, writeback=False):
-            for name, p in state.model.named_parameters():
-                gathered[f"{name} {moment}"] = p.detach().clone()
-    with torch.no_grad():
-        for name, p in state.model.named_parameters():
-            p.copy_(weights[name])
-    # Only those who hold some of a parameter count its steps.
-    counts = {n: state.optimizer.state[p]["step"].item() for n, p in state.model.named_parameters() if p.numel()}
-    for each in fsdp_train.everywhere(lambda: counts):
-        gathered |= {f"{name} step": torch.tensor(count) for name, count in each.items()}
-        assert all(counts.get(name, count) == count for name, count in each.items()), (counts, each)
+    for name in {name for part in parts for name in part}:
+        tensors = [part[name].flatten() for part in parts if name in part]
+        # Each rank that holds some of a weight counts its steps; they must be alike.
+        gathered[name] = torch.cat(tensors).unique() if name.endswith(": step") else torch.cat(tensors)
     return gathered
-
-
-@contextlib.contextmanager
-def captured_log(messages: list[str]) -> Iterator[None]:
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    level = fsdp_train.log.level
-    fsdp_train.log.addHandler(handler)
-    fsdp_train.log.setLevel(logging.INFO)
-    yield
-    fsdp_train.log.setLevel(level)
-    fsdp_train.log.removeHandler(handler)
 
 
 def observe(
     core_context: core.Context,
-    run: fsdp_train.Run,
+    run: Run,
     storage: Path,
-    *,
     stop: int | None = None,
     checkpoint: str = "",
     trial_id: int | None = None,
     gather: bool = False,
 ) -> Observed:
-    """Train, be preempted after step `stop` or, if later, the first poll, and note everything. COLLECTIVE.
-
-    A loss scaler starts at FIRST_SCALE and grows after 3 steps without overflow.
-    """
+    """Train, be preempted after step `stop` or, if later, the first poll, and note everything. COLLECTIVE."""
     seen = Observed()
-    states: list[fsdp_train.TrainState] = []
-    original = {name: getattr(fsdp_train, name) for name in ("build_state", "train_step", "save", "load")}
-    place = checkpoint if trial_id or not checkpoint else str(storage / checkpoint)
+    states: list[TrainState] = []
+    real = SimpleNamespace(**vars(fsdp_train))
+    place = str(storage / checkpoint) if checkpoint and not trial_id else checkpoint
     run = dataclasses.replace(run, checkpoint=place, trial_id=trial_id)
 
-    def build_state(*args: Any) -> fsdp_train.TrainState:
-        state = original["build_state"](*args)
+    def build_state(run: Run) -> TrainState:
+        state = real.build_state(run)
         if state.scaler.is_enabled():
-            state.scaler.load_state_dict(
-                {**state.scaler.state_dict(), "scale": FIRST_SCALE, "growth_factor": 16.0, "growth_interval": 3}
-            )
+            scaling = {"scale": FIRST_SCALE, "growth_factor": 16.0, "growth_interval": 3}
+            state.scaler.load_state_dict(state.scaler.state_dict() | scaling)
         states.append(state)
         return state
 
-    def train_step(state: fsdp_train.TrainState, tokens: Tensor, *args: Any) -> Any:
-        step = state.step + 1
-        seen.batches[step] = tokens.clone()
+    def train_step(state: TrainState, tokens: Tensor, run: Run) -> Any:
+        seen.batches[state.step + 1] = tokens.clone()
         seen.seeds.append(torch.initial_seed())
-        seen.rates.append((step, [group["lr"] for group in state.optimizer.param_groups]))
-        return original["train_step"](state, tokens, *args)
+        seen.rates.append((state.step + 1, [group["lr"] for group in state.optimizer.param_groups]))
+        return real.train_step(state, tokens, run)
 
-    def save(*args: Any) -> str:
+    def save(core_context: core.Context, state: TrainState, run: Run) -> str:
         if gather:
-            seen.saved_whole = whole(states[0])
-        uuid = original["save"](*args)
-        seen.saved.append((states[0].step, uuid))
+            seen.saved_whole = whole(state)
+        uuid = real.save(core_context, state, run)
+        seen.saved.append((state.step, uuid))
         return uuid
 
-    def load(*args: Any) -> None:
-        original["load"](*args)
-        state = states[0]
+    def load(core_context: core.Context, state: TrainState, run: Run) -> None:
+        real.load(core_context, state, run)
         seen.loaded = {"step": state.step, "skipped_steps": state.skipped_steps, "position": state.data.position}
         seen.loaded |= {"scaler": state.scaler.state_dict(), "held": held(state)}
         if gather:
@@ -141,24 +112,20 @@ def observe(
         seen.polled.append(states[0].step)
         return stop is not None and states[0].step >= stop
 
-    def report(kind: str) -> Any:
-        return lambda step, metrics: seen.reports.append(
-            (kind, step, {name: value for name, value in metrics.items() if name not in VOLATILE})
-        )
+    def report(kind: str, step: int, metrics: dict[str, Any]) -> None:
+        seen.reports.append((kind, step, {name: value for name, value in metrics.items() if name not in VOLATILE}))
 
-    with contextlib.ExitStack() as stack:
-        for replacement in (build_state, train_step, save, load):
-            stack.enter_context(mock.patch.object(fsdp_train, replacement.__name__, replacement))
-        stack.enter_context(mock.patch.object(core_context.preempt, "should_preempt", should_preempt))
-        stack.enter_context(mock.patch.object(fsdp_train.faulthandler, "dump_traceback_later"))
-        patch_report = mock.patch.multiple(
+    log = SimpleNamespace(info=seen.messages.append, warning=seen.messages.append)
+    with (
+        mock.patch.multiple(fsdp_train, build_state=build_state, train_step=train_step, save=save, load=load, log=log),
+        mock.patch.object(core_context.preempt, "should_preempt", should_preempt),
+        mock.patch.multiple(
             core_context.train,
-            report_training_metrics=report("training"),
-            report_validation_metrics=report("validation"),
+            report_training_metrics=functools.partial(report, "training"),
+            report_validation_metrics=functools.partial(report, "validation"),
             report_progress=seen.progress.append,
-        )
-        stack.enter_context(patch_report)
-        stack.enter_context(captured_log(seen.messages))
+        ),
+    ):
         fsdp_train.train(core_context, run)
     seen.held = held(states[0])
     seen.scaler = states[0].scaler.state_dict()

@@ -8,21 +8,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 
-def processes(leaders: Collection[int], **variables: str) -> list[int]:
-    """The living processes that started with `variables` in their environment, and `leaders` with their sessions.
+
+def processes(leaders: Collection[int], job: str) -> list[int]:
+    """The living processes in the sessions of `leaders`, or that started with TEST_JOB=`job`.
 
     A forked process shows the environment of the one it was forked from, so that only its session tells whose it is.
     """
-    wanted = {f"{name}={value}".encode() for name, value in variables.items()}
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-            led = int(folder.name) in leaders or int(session) in leaders
-            if state != "Z" and (led or wanted <= set((folder / "environ").read_bytes().split(b"\0"))):
-                found.append(int(folder.name))
-    return sorted(found)
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            ours = {process.pid, os.getsid(process.pid)} & set(leaders) or process.environ().get("TEST_JOB") == job
+            if ours and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
 
 
 def send(signum: int, pids: Collection[int]) -> None:
@@ -32,9 +32,9 @@ def send(signum: int, pids: Collection[int]) -> None:
             os.kill(pid, signum)
 
 
-def kill_all(leaders: Collection[int], **variables: str) -> None:
+def kill_all(leaders: Collection[int], job: str) -> None:
     """Kill until none is left: one may be starting another just now."""
-    while living := processes(leaders, **variables):
+    while living := processes(leaders, job):
         send(9, living)
         time.sleep(0.01)
 
@@ -47,7 +47,6 @@ def read_tensors(checkpoint: Path, scratch: Path) -> dict[str, Any]:
     file = scratch / f"{checkpoint.name}.pt"
     dcp_to_torch_save(checkpoint, file)
     tree = torch.load(file, weights_only=True)
-    file.unlink()
     adam = {f"{name}: {key}": value for name, state in tree["optimizer"].items() for key, value in state.items()}
     return tree["model"] | adam
 
@@ -67,7 +66,7 @@ def unfinished_checkpoints(directory: Path) -> set[str]:
 
 
 def last_state(directory: Path) -> dict[str, Any]:
-    """train_state.json of the finished checkpoint with the most steps, less what names its files and torch."""
-    checkpoints = whole_checkpoints(directory)
-    state = json.loads((checkpoints[max(checkpoints)] / "train_state.json").read_text())["train_state"]
-    return {key: value for key, value in state.items() if key not in ("files", "torch")}
+    """train_state.json of the finished checkpoint with the most steps, less its files' names and checksums."""
+    _, path = max(whole_checkpoints(directory).items())
+    state = json.loads((path / "train_state.json").read_text())["train_state"]
+    return {key: value for key, value in state.items() if key != "files"}

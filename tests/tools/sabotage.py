@@ -5,34 +5,19 @@ import itertools
 import os
 import resource
 import signal
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemWriter as Writer
+from torch.distributed.checkpoint import FileSystemWriter
 
-
-def die(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die_half_written(descriptor: int) -> None:
-    os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
-    die()
-
-
-def fail_full(*_: Any) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-# What happens, where, and whether before the call or after it.
-FAULTS: dict[str, tuple[Callable[..., None], Any, str, bool]] = {
-    "killed_in_backward": (die, torch.Tensor, "backward", True),
-    "killed_in_write": (die_half_written, os, "fsync", True),
-    "killed_after_write": (die, Writer, "write_data", False),
-    "killed_after_metadata": (die, Writer, "finish", False),
-    "disk_full": (fail_full, Writer, "write_data", True),
-    "file_too_large": (lambda *_: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)), Writer, "write_data", True),
+# Each strikes just before a call of one function.
+FAULTS: dict[str, tuple[Any, str]] = {
+    "killed_in_backward": (torch.Tensor, "backward"),
+    "killed_in_write": (os, "fsync"),
+    "killed_after_metadata": (Path, "write_text"),  # of train_state.json
+    "disk_full": (FileSystemWriter, "write_data"),
+    "file_too_large": (FileSystemWriter, "write_data"),
 }
 
 
@@ -42,16 +27,23 @@ def sabotage(fault: str, rank: int, call: int) -> str:
 
 
 def plant(fault: str, call: int) -> None:
-    effect, owner, name, before = FAULTS[fault]
+    owner, name = FAULTS[fault]
     original, calls = getattr(owner, name), itertools.count(1)
 
     def sabotaged(*args: Any, **kwargs: Any) -> Any:
-        due = next(calls) == call
-        if due and before:
-            effect(*args)
-        result = original(*args, **kwargs)
-        if due and not before:
-            effect(*args)
-        return result
+        if next(calls) == call:
+            strike(fault, args[0])
+        return original(*args, **kwargs)
 
     setattr(owner, name, sabotaged)
+
+
+def strike(fault: str, target: Any) -> None:
+    if fault == "disk_full":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if fault == "file_too_large":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        return
+    if fault == "killed_in_write":
+        os.ftruncate(target, os.fstat(target).st_size // 2)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -13,13 +13,12 @@ TINY: dict[str, Any] = {"global_batch_size": 12, "max_seq_len": 16, "vocab_size"
 TINY |= {"n_layers": 2, "simulated_size_in_batches": 7, "lr": 1e-2, "warmup_steps": 3, "max_steps": 12}
 TINY |= {"reporting_period": 2, "validation_period": 4, "validation_batches": 2, "checkpoint_period": 8}
 TINY |= {"amp_dtype": None}
-SEED = 5
 
 
 def tiny(**hparams: Any) -> dict[str, Any]:
     """Hyperparameters of a tiny float32 run, with `hparams` in place of some."""
     experiment = yaml_safe_load((ROOT / "config.yaml").read_text())
-    return {**experiment["hyperparameters"], "seed": SEED, "slots_per_trial": 2, **TINY, **hparams}
+    return {**experiment["hyperparameters"], "seed": 5, "slots_per_trial": 2, **TINY, **hparams}
 
 
 def tiny_config(ranks: int = 1, **hparams: Any) -> fsdp_train.Config:
