@@ -543,7 +543,7 @@ def save(core_context: core.Context, state: TrainState, run: Run) -> str:
         except Refusal as problem:
             text = (
                 f"step {state.step} cannot be saved to {path}: {problem}; "
-                f"{shutil.disk_usage(path).free:,} bytes are free, "
+                f"{shutil.disk_usage(path.parent).free:,} bytes are free, "
                 f"a checkpoint has {12 * count_parameters(run.config):,}"
             )
             shutil.rmtree(path, ignore_errors=True)
@@ -778,7 +778,7 @@ def read_place() -> list[int]:
     return place[:4]
 
 
-def choose_device(local_rank: int, local_ranks: int, in_trial: bool) -> torch.device:
+def choose_device(local_rank: int, local_ranks: int, in_trial: object) -> torch.device:
     """This rank's GPU, or the CPU where there are none, or locally too few. Raises Refusal."""
     gpus = torch.cuda.device_count()
     if gpus >= local_ranks:
@@ -817,7 +817,7 @@ def connect(device: torch.device) -> core.DistributedContext:
     try:
         # In a thread, for some of its waits have no limit, such as for a port that is closed.
         with ThreadPool(1) as pool:
-            return pool.apply_async(join).get(TIMEOUT.seconds)
+            return pool.apply_async(join).get(2 * TIMEOUT.seconds)
     except Exception as problem:
         place = f"MASTER_ADDR = {address}, port {os.environ['MASTER_PORT']}"
         raise Refusal(f"{place}: no process group: {problem!r}")
@@ -863,7 +863,7 @@ def start() -> None:
     elif "--dry-run" in sys.argv:
         dry_run()
         return
-    device = choose_device(local_rank, local_ranks, bool(info))
+    device = choose_device(local_rank, local_ranks, info)
     channel = connect(device)
     try:
         views = everywhere(lambda: str(settle(info, ranks)))
