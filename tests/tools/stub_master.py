@@ -3,14 +3,10 @@
 `StubMaster` answers what the processes of a trial ask, checks every request and keeps what it received. A request that
 the real master refuses, or accepts and lives to regret (a NaN for the searcher, a metric reported twice), is answered
 4xx and noted in `violations`: a test ends with `assert master.violations == []`.
-
-The faults (`fail`, `fail_for`, `reset`, `drop`, `delay`, `away`) strike requests whose "METHOD path?query" matches a
-regular expression.
 """
 
 from __future__ import annotations
 
-import base64
 import functools
 import json
 import math
@@ -23,8 +19,8 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -35,11 +31,10 @@ OK: Answer = (200, {})
 TOKEN_HEADER = "Grpc-Metadata-x-allocation-token"  # of the trial's own requests
 USER_HEADER = "Authorization"  # of a client's, such as determined.experimental.client
 PROFILING_GROUPS = {"gpu", "cpu", "memory", "disk", "network"}
-STOPPING = "STATE_STOPPING_COMPLETED"
 UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
-INJECTED = "fault injected by the test"
-DATABASE_AWAY = "unable to connect to `host=determined-db`: dial tcp 10.0.0.2:5432: connect: connection refused"
+# What a real master was asked and what it answered, one trial a paragraph.
+RECORDED = Path(__file__).parents[1] / "cluster/recorded.jsonl"
 
 
 class Refusal(Exception):
@@ -48,9 +43,7 @@ class Refusal(Exception):
 
 def error(status: int, message: str) -> Answer:
     """An error in the form of the master's gateway."""
-    codes = {400: (3, "InvalidArgument"), 401: (16, "Unauthenticated"), 404: (5, "NotFound"), 503: (14, "Unavailable")}
-    code, reason = codes.get(status, (13, "Internal"))
-    return status, {"error": {"code": code, "reason": reason, "error": message}}
+    return status, {"error": {"code": 13, "reason": "Stub", "error": message}}
 
 
 def parse(raw: bytes) -> Any:
@@ -59,6 +52,13 @@ def parse(raw: bytes) -> Any:
         return json.loads(raw, parse_constant=int) if raw else None  # int refuses NaN, which is no JSON
     except ValueError:
         return raw.decode(errors="replace")
+
+
+@functools.cache
+def recorded_answer(path: str) -> Json:
+    """The first recorded answer to a GET of a path that ends so."""
+    exchanges = [json.loads(line) for line in RECORDED.read_text().splitlines() if line]
+    return next(e["response"] for e in exchanges if e["method"] == "GET" and re.search(f"{path}$", e["path"]))
 
 
 def shape(value: Any) -> Any:
@@ -96,14 +96,10 @@ def check(value: Any, wanted: Any, name: str = "the body") -> None:
 
 @dataclass
 class Fault:
-    """What happens to the next `count` matching requests (None: to all)."""
-
     kind: str
     pattern: str
-    count: int | None = None
-    value: float = 0
-    lasts: float = math.inf  # seconds from the first request that it strikes
-    until: float = math.inf
+    count: float
+    seconds: float
 
 
 @dataclass
@@ -121,38 +117,38 @@ class Row:
 class StubMaster:
     """One experiment with one trial. The fields from `state` on record what the trial did."""
 
+    searcher: str = "single"
     searcher_metric: str = "validation_loss"
-    time_metric: str | None = None
-    hparams: Json = field(default_factory=dict)
     storage: Json = field(default_factory=dict)  # the experiment's `checkpoint_storage`; {}: next to the trial's files
     trial_id: int = 7
     run_id: int = 1
     task_id: str = field(default_factory=lambda: f"3.{uuid.uuid4()}")  # 3 is the experiment
     user_token: str = "user-token"
     containers: list[tuple[str, int]] = field(default_factory=lambda: [("127.0.0.1", 2)])  # address, slots
-    context: bytes = b""  # the .tar.gz that containers unpack in their working directory
+    context: str = ""  # the .tar.gz, in base64, that containers unpack in their working directory
 
-    state: str = field(default="STATE_RUNNING", init=False)
-    requests: list[tuple[str, Any]] = field(default_factory=list, init=False)
-    violations: list[str] = field(default_factory=list, init=False)
-    redelivered: list[str] = field(default_factory=list, init=False)
-    rows: list[Row] = field(default_factory=list, init=False)
-    late_validations: list[Row] = field(default_factory=list, init=False)  # after the search had stopped the trial
-    profiled: set[str] = field(default_factory=set, init=False)
-    checkpoints: list[Json] = field(default_factory=list, init=False)
-    progress: list[float] = field(default_factory=list, init=False)
-    acks: list[str] = field(default_factory=list, init=False)
-    early_exits: list[str] = field(default_factory=list, init=False)
+    # The signal to pause comes once the current run reports a training metric at this step or later.
+    preempt_step: float = math.inf
+    # The search stops the trial at its first validation at this step or later. Only the trial's state says so.
+    stop_step: float = math.inf
+
+    state: str = "STATE_RUNNING"
+    faults: list[Fault] = field(default_factory=list)
+    requests: list[tuple[str, Any]] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
+    redelivered: list[str] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    profiled: set[str] = field(default_factory=set)
+    checkpoints: list[Json] = field(default_factory=list)
+    progress: list[float] = field(default_factory=list)
+    acks: list[str] = field(default_factory=list)
+    early_exits: list[str] = field(default_factory=list)
 
     def __enter__(self) -> StubMaster:
-        self._started = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-        self._faults: list[Fault] = []
         self.unanswered: list[tuple[str, bytes]] = []  # processed, but the client does not know
         self._preempted = False
-        self._preempt_step = self._stop_step = math.inf
         self._changed = threading.Condition()
         self._closing = threading.Event()
-        self._absence: threading.Thread | None = None
         self._server = Server(0, self)
         self.port = self._server.server_port
         self._server.start()
@@ -160,8 +156,6 @@ class StubMaster:
 
     def __exit__(self, *_: object) -> None:
         self._closing.set()
-        if self._absence is not None:
-            self._absence.join()
         self._server.stop()
         with self._changed:
             self._changed.notify_all()
@@ -179,85 +173,49 @@ class StubMaster:
         return [(row.run_id, row.step, row.values) for row in self.rows if row.group == group and not row.archived]
 
     def latest_checkpoint(self) -> str | None:
-        """The uuid that the next run gets: of all runs' checkpoints not deleted, the one with the most steps."""
-        whole = [checkpoint for checkpoint in self.checkpoints if checkpoint["state"] == "STATE_COMPLETED"]
-        return max(whole, key=lambda c: c["metadata"]["steps_completed"], default={"uuid": None})["uuid"]
+        """The uuid that the next run gets: of all runs' checkpoints, the one with the most steps."""
+        by_steps = sorted(self.checkpoints, key=lambda checkpoint: checkpoint["metadata"]["steps_completed"])
+        return by_steps[-1]["uuid"] if by_steps else None
 
     def new_run(self) -> None:
         """Starts the trial's next run: new run id, allocation and token, no preemption signal."""
         with self._changed:
             self.run_id += 1
-            self._preempted, self._preempt_step = False, math.inf
+            self._preempted, self.preempt_step = False, math.inf
             self.unanswered.clear()
             self._changed.notify_all()
 
-    def preempt_at(self, step: int) -> None:
-        """Turns on the preemption signal as soon as the current run reports a training metric at `step` or later."""
-        self._preempt_step = step
+    def inject(self, kind: str, pattern: str, count: float = 1, seconds: float = 0) -> None:
+        """Let a fault strike the next `count` requests whose "METHOD path?query" matches `pattern`.
 
-    def stop_at(self, step: int) -> None:
-        """Lets the search stop the trial at its first validation at `step` or later. Only the trial's state says so."""
-        self._stop_step = step
-
-    def fail(self, pattern: str, count: int | None = 1, status: int = 500) -> None:
-        """Answers the next matching requests with `status`, unprocessed."""
-        self._faults.append(Fault("fail", pattern, count, status))
-
-    def fail_for(self, pattern: str, seconds: float) -> None:
-        """Answers 500 for some time, from the next matching request on, as if the database were down."""
-        self._faults.append(Fault("fail", pattern, None, 500, seconds))
-
-    def heal(self) -> None:
-        """Ends all faults."""
-        self._faults.clear()
-
-    def reset(self, pattern: str, count: int | None = 1) -> None:
-        """Closes the connection of the next matching requests, unprocessed."""
-        self._faults.append(Fault("reset", pattern, count))
-
-    def drop(self, pattern: str, count: int | None = 1) -> None:
-        """Processes the next matching requests, then closes the connection without an answer.
-
-        The client repeats them, as it does what `away` cuts off. Repeats are in `redelivered`, are no violation and are
-        answered as by the real master: it takes a metric of equal value, and has an error 500 for a known checkpoint.
+        fail: answers 500, unprocessed. reset: closes the connection, unprocessed. delay: waits before processing.
+        away: cuts all connections and refuses new ones for some seconds.
+        drop: processes, then closes the connection without an answer. The client repeats such a request, as it does
+        what `away` cuts off. Repeats are in `redelivered`, and a metric of equal value is taken, as by the real master.
         """
-        self._faults.append(Fault("drop", pattern, count))
+        self.faults.append(Fault(kind, pattern, count, seconds))
 
-    def delay(self, pattern: str, seconds: float, count: int | None = None) -> None:
-        """Waits before matching requests are processed."""
-        self._faults.append(Fault("delay", pattern, count, seconds))
-
-    def away(self, seconds: float, pattern: str | None = None) -> None:
-        """Cuts all connections and refuses new ones for a while: at once, or from a matching request on."""
-        if pattern is not None:
-            self._faults.append(Fault("away", pattern, 1, seconds))
-            return
+    def away(self, seconds: float) -> None:
+        """Cuts all connections and refuses new ones for a while."""
         self._server.stop()
-        self._server = server = Server(self.port, self)
-
-        def return_later() -> None:
-            if not self._closing.wait(seconds) and server is self._server:
-                server.start()
-
-        self._absence = threading.Thread(target=return_later, daemon=True)
-        self._absence.start()
+        self._server = Server(self.port, self)
+        if not self._closing.wait(seconds):
+            self._server.start()
 
     def serve(self, request: str, tokens: Json, raw: bytes) -> Answer | None:
         """Answers one request, "METHOD path?query"; None means that the connection is closed instead."""
         body = parse(raw)
         with self._changed:
             self.requests.append((request, body))
-            moment = time.monotonic()
-            active = [fault for fault in self._faults if fault.count != 0 and moment < fault.until]
-            fault = next((fault for fault in active if re.search(fault.pattern, request)), Fault("none", ""))
-            fault.count = fault.count and fault.count - 1
-            fault.until = min(fault.until, moment + fault.lasts)
+            active = [fault for fault in self.faults if fault.count > 0 and re.search(fault.pattern, request)]
+            fault = active[0] if active else Fault("none", "", 1, 0)
+            fault.count -= 1
         if fault.kind == "fail":
-            return error(int(fault.value), INJECTED if fault.lasts == math.inf else DATABASE_AWAY)
+            return error(500, "unable to connect to the database")
         if fault.kind == "delay":
-            self._closing.wait(fault.value)
+            self._closing.wait(fault.seconds)
         if fault.kind == "away":
-            self.away(fault.value)
+            self.away(fault.seconds)
         if fault.kind in ("reset", "away"):
             return None
         with self._changed:
@@ -273,8 +231,9 @@ class StubMaster:
     def _process(self, request: str, tokens: Json, raw: bytes, body: Any) -> Answer:
         path, _, query = request.replace(" /api/v1/", " ").partition("?")
         allocation, trial = f"allocations/{self.allocation_id}", f"trials/{self.trial_id}"
-        for_users: dict[str, Callable[..., Answer]] = {"GET me": self._get_user, f"GET {trial}": self._get_trial}
-        handlers = for_users | {
+        handlers: dict[str, Callable[..., Answer]] = {
+            "GET me": lambda _: (200, recorded_answer("/me")),
+            f"GET {trial}": self._get_trial,
             "POST runs/start": self._start_run,
             f"GET {allocation}/signals/preemption": self._watch_preemption,
             f"POST {allocation}/signals/ack_preemption": self._acknowledge_preemption,
@@ -283,14 +242,13 @@ class StubMaster:
             f"POST {trial}/early_exit": self._report_early_exit,
             "POST checkpoints": self._report_checkpoint,
             "PATCH checkpoints": self._delete_checkpoints,
-            f"GET tasks/{self.task_id}/context_directory": self._send_context,
-            f"POST {allocation}/acceleratorData": self._take_accelerator_data,
+            f"GET tasks/{self.task_id}/context_directory": lambda _: (200, {"b64Tgz": self.context}),
+            f"POST {allocation}/acceleratorData": lambda _: OK,
         }
         for rank in range(len(self.containers)):
             handlers[f"GET {allocation}/resources/res-{rank}/rendezvous"] = functools.partial(self._rendezvous, rank)
         handler = handlers.get(path)
-        users = {USER_HEADER: f"Bearer {self.user_token}"} if path in for_users else {}
-        if not tokens or tokens not in (users, {TOKEN_HEADER: f"Bearer {self.session_token}"}):
+        if tokens not in ({TOKEN_HEADER: f"Bearer {self.session_token}"}, {USER_HEADER: f"Bearer {self.user_token}"}):
             raise Refusal(401, f"invalid credentials {tokens}")
         if handler is None:
             raise Refusal(404, "no such endpoint in this run of the trial")
@@ -299,33 +257,13 @@ class StubMaster:
             self.redelivered.append(request)
             if handler == self._report_metrics:
                 return OK
-            if handler == self._report_checkpoint:
-                return error(500, "error adding checkpoint metadata: duplicate key")
         if not path.startswith("GET") and not isinstance(body, dict) and handler != self._acknowledge_preemption:
             raise Refusal(400, "the body is not a JSON object")
         return handler(body, **dict(parse_qsl(query)))
 
-    def _get_user(self, _: None) -> Answer:
-        user: Json = {"id": 1, "username": "determined", "displayName": "", "agentUserGroup": None, "active": True}
-        user |= {"admin": False, "remote": False, "modifiedAt": self._started, "lastAuthAt": self._started}
-        return 200, {"user": user}
-
     def _get_trial(self, _: None) -> Answer:
-        def workload(row: Row) -> Json:
-            values = {"avgMetrics": row.values, "batchMetrics": []}
-            return {"endTime": self._started, "metrics": values, "numInputs": 0, "totalBatches": row.step}
-
-        rows = [row for row in self.rows if not row.archived]
-        validations = [row for row in rows if row.group == "validation"]
-        best = min(validations, key=lambda row: row.values[self.searcher_metric], default=None)
-        trial: Json = {"id": self.trial_id, "experimentId": int(self.task_id.split(".")[0]), "state": self.state}
-        trial |= {"taskId": self.task_id, "taskIds": [self.task_id], "hparams": self.hparams, "restarts": 0}
-        trial |= {"startTime": self._started, "endTime": None, "wallClockTime": 1.5, "runnerState": ""}
-        trial |= {"totalBatchesProcessed": max((row.step for row in rows), default=0), "searcherMetricValue": 0}
-        trial |= {"latestValidation": workload(validations[-1]) if best else None}
-        trial |= {"bestValidation": workload(best) if best else None, "bestCheckpoint": None}
-        trial |= {"checkpointCount": 0, "totalCheckpointSize": "0", "warmStartCheckpointUuid": ""}
-        return 200, {"trial": trial}
+        trial = recorded_answer(r"/trials/\d+")["trial"]
+        return 200, {"trial": trial | {"id": self.trial_id, "state": self.state}}
 
     def _start_run(self, body: Json) -> Answer:
         check(body, {"runId": self.trial_id, "checkpointStorage": {"type": str}})
@@ -347,35 +285,27 @@ class StubMaster:
         ids = {"trialId": self.trial_id, "trialRunId": self.run_id}
         check(body, {"group": re.compile(r"[^.]+"), "metrics": {"metrics": {"avgMetrics": dict}} | ids})
         group, report = body["group"], body["metrics"]
-        values, batches = report["metrics"]["avgMetrics"], report["metrics"].get("batchMetrics") or []
-        if not all(isinstance(batch, dict) for batch in batches):
-            raise Refusal(400, "batchMetrics is not a list of objects")
-        if report.get("reportTime") is not None:
-            check(report, {"reportTime": TIME})
+        values = report["metrics"]["avgMetrics"]
         if group in PROFILING_GROUPS:
             self.profiled.add(group)
             return OK
         check(report, {"stepsCompleted": is_count})
-        row, counted = Row(self.run_id, group, report["stepsCompleted"], values), {"training", "validation"}
-        numbers = set(values) if group in counted else {"epoch", "epochs"} & set(values)
+        row = Row(self.run_id, group, report["stepsCompleted"], values)
+        check(values, dict.fromkeys(values, is_number))
         if group == "validation":
-            numbers |= {name for name in (self.searcher_metric, self.time_metric) if name}
-        check(values, dict.fromkeys(sorted(numbers), is_number))
+            check(values, {self.searcher_metric: is_number})
         for old in self.rows:
             repeated = sorted(set(old.values) & set(values))
             if repeated and (old.run_id, old.group, old.step) == (row.run_id, row.group, row.step):
                 raise Refusal(400, f"{group} metrics {repeated} of step {row.step} reported twice")
         for old in self.rows:
-            same_partition = old.group == group or not {old.group, group} & counted
-            old.archived |= old.run_id < row.run_id and old.step > row.step - same_partition
+            old.archived |= old.run_id < row.run_id and old.step > row.step - (old.group == group)
         self.rows.append(row)
-        if group == "training" and row.step >= self._preempt_step:
+        if group == "training" and row.step >= self.preempt_step:
             self._preempted = True
             self._changed.notify_all()
-        if group == "validation" and self.state == STOPPING:
-            self.late_validations.append(row)
-        elif group == "validation" and row.step >= self._stop_step:
-            self.state = STOPPING
+        if group == "validation" and row.step >= self.stop_step:
+            self.state = "STATE_STOPPING_COMPLETED"
         return OK
 
     def _report_progress(self, body: Json) -> Answer:
@@ -399,21 +329,8 @@ class StubMaster:
         return OK
 
     def _delete_checkpoints(self, body: Json) -> Answer:
-        known = {checkpoint["uuid"]: checkpoint for checkpoint in self.checkpoints}
-        check(body, {"checkpoints": list})
-        for change in body["checkpoints"]:
-            check(change, {"uuid": known.__contains__, "resources": {"resources": dict}})
-            left = change["resources"]["resources"]
-            known[change["uuid"]]["state"] = "STATE_PARTIALLY_DELETED" if left else "STATE_DELETED"
-        return OK
-
-    def _send_context(self, _: None) -> Answer:
-        return 200, {"b64Tgz": base64.b64encode(self.context).decode()}
-
-    def _take_accelerator_data(self, body: Json) -> Answer:
-        names = dict.fromkeys(("acceleratorType", "containerId", "nodeName"), str) | {"acceleratorUuids": list}
-        here = {"allocationId": self.allocation_id}
-        check(body, here | {"acceleratorData": here | {"taskId": self.task_id} | names})
+        gone = [change["uuid"] for change in body["checkpoints"]]
+        self.checkpoints = [checkpoint for checkpoint in self.checkpoints if checkpoint["uuid"] not in gone]
         return OK
 
     def _rendezvous(self, rank: int, _: None) -> Answer:
@@ -448,10 +365,6 @@ class Server(ThreadingHTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         self.connections.add(request)
         super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        self.connections.discard(request)
-        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         error = sys.exc_info()[1]
