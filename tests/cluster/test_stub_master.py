@@ -1,14 +1,11 @@
 """The stub master answers as a real one did, and refuses what that refuses."""
 
 import json
-import math
 import re
-import threading
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import closing
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPConnection
 from typing import Any
 
 import pytest
@@ -16,8 +13,6 @@ import pytest
 from stub_master import RECORDED, TOKEN_HEADER, USER_HEADER, Json, StubMaster, shape
 
 TRIALS = [[json.loads(line) for line in trial.splitlines()] for trial in RECORDED.read_text().split("\n\n")]
-CUT_OFF = (HTTPException, OSError)
-METRICS = "POST .*/metrics"
 PROGRESS: Json = {"progress": 0, "is_raw": True}
 
 
@@ -144,39 +139,3 @@ def test_takes_and_refuses_checkpoints(master: StubMaster) -> None:
     assert master.latest_checkpoint() == master.checkpoints[1]["uuid"], "the one with the most steps"
     assert refused(master) == 0
     assert (save(master, 9, uuid=master.latest_checkpoint()), refused(master)) == (400, 1), "twice"
-
-
-def test_faults(master: StubMaster) -> None:
-    master.inject("fail", METRICS, 2)
-    assert [report(master, 1, {"loss": 1}) for _ in range(3)] == [500, 500, 200]
-    master.inject("fail", "POST .*/progress", math.inf)
-    assert [send(master, "POST", "trials/7/progress", PROGRESS)[0] for _ in range(2)] == [500, 500]
-    master.faults.clear()
-    assert send(master, "POST", "trials/7/progress", PROGRESS)[0] == 200
-    for kind, rows in (("reset", 1), ("drop", 2)):
-        master.inject(kind, METRICS)
-        with pytest.raises(CUT_OFF):
-            report(master, 2, {"loss": 1})
-        assert len(master.rows) == rows
-    assert report(master, 2, {"loss": 1}) == 200
-    assert (len(master.rows), len(master.redelivered), refused(master)) == (2, 1, 0)
-
-
-def test_away(master: StubMaster) -> None:
-    """Back on the same port; the answers under way are lost."""
-    port = master.port
-    master.inject("away", METRICS, seconds=0.5)
-    with pytest.raises(CUT_OFF):
-        report(master, 1, {"loss": 1})
-    with pytest.raises(ConnectionRefusedError):
-        report(master, 1, {"loss": 1})
-    time.sleep(0.7)
-    assert (report(master, 1, {"loss": 1}), master.port) == (200, port)
-
-    master.inject("delay", METRICS, seconds=0.3)
-    threading.Timer(0.1, master.away, (0.4,)).start()
-    with pytest.raises(CUT_OFF):
-        report(master, 2, {"loss": 1})
-    time.sleep(0.6)
-    assert report(master, 2, {"loss": 1}) == 200
-    assert (len(master.rows), len(master.redelivered), refused(master)) == (2, 1, 0)

@@ -8,7 +8,6 @@ a figure is the median over the rounds, with the quartiles behind it. All cores 
 
 import argparse
 import dataclasses
-import gc
 import importlib
 import os
 import shutil
@@ -29,7 +28,7 @@ import torch
 import torch.distributed as dist
 from determined import core
 from determined.common.util import yaml_safe_load
-from torch import Tensor, nn
+from torch import nn
 
 import fsdp_train
 from launch import ROOT, SCRIPT, launch, on_ranks
@@ -135,27 +134,6 @@ def steps(core_context: core.Context, rounds: int, size: dict[str, int], amp: st
     ]
 
 
-def memory(core_context: core.Context, rounds: int) -> list[str]:
-    """What a rank holds when all gradients are there and no activation, by its live tensors."""
-    run, state = prepare(**MEDIUM, amp_dtype="bfloat16")
-    expected, held = 16 * count_parameters(run.config) / dist.get_world_size(), []
-
-    def unscale(_: torch.optim.Optimizer) -> None:
-        gc.collect()
-        time.sleep(0.1)  # gloo's threads let go of their tensors a little later
-        storages = {}
-        for thing in gc.get_objects():
-            with suppress(RuntimeError):  # what torch 2.3 has left of a tensor that such a thread freed
-                if issubclass(type(thing), Tensor) and thing.device.type == "cpu":
-                    storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
-        held.append(sum(storages.values()) / expected)
-
-    with mock.patch.object(state.scaler, "unscale_", unscale):  # it has nothing to do for bfloat16
-        for _ in range(rounds):
-            fsdp_train.train_step(state, next(state.data), run)
-    return [row(f"weights, gradients, Adam / 16 P per shard ({dist.get_world_size()} ranks)", held, bar=1.02)]
-
-
 def checkpoint(core_context: core.Context, rounds: int) -> list[str]:
     """Saving against writing as many bytes, and loading from the page cache."""
     run, state = prepare(**MEDIUM)
@@ -214,8 +192,6 @@ MEASUREMENTS: list[tuple[Callable[..., list[str]], int, int, tuple[Any, ...]]] =
     (steps, 1, 20, (MEDIUM, "bfloat16")),
     (steps, 1, 120, (SMALL, None)),
     (steps, 1, 120, (SMALL, "bfloat16")),
-    (memory, 2, 2, ()),
-    (memory, 4, 2, ()),
     (checkpoint, 2, 9, ()),
     (startup, 1, 5, ()),
 ]

@@ -129,11 +129,11 @@ class Job:
         return Outcome(self.first_failure, text, [code for code in self.poll() if code is not None], texts)
 
 
-def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float, pause: float = 0.02) -> bool:
     """Whether it came true in time."""
     deadline = time.monotonic() + seconds
     while not (met := condition()) and time.monotonic() < deadline:
-        time.sleep(0.02)
+        time.sleep(pause)
     return met
 
 

@@ -42,6 +42,7 @@ MUTATIONS = [
     Mutation("the rate is that of the step before", "learning_rate(step, ", "learning_rate(step - 1, ", TRAINING),
     Mutation("vectors decay", "whole.ndim >= 2", "whole.ndim >= 1", "unit/test_model.py", "model.py"),
     Mutation("Adam counts its step of zeros", 'state["step"].zero_()', "pass", TRAINING),
+    Mutation("blocks are not recomputed", "config.activation_checkpointing", "False", "unit/test_model.py", "model.py"),
     Mutation("attention sees what comes", "is_causal=True", "is_causal=False", "unit/test_model.py", "model.py"),
     # Precision.
     Mutation("no MixedPrecision", "mixed_precision(run.config, run.amp_dtype)", "None", TRAINING),
@@ -70,7 +71,7 @@ MUTATIONS = [
     # Start and end.
     Mutation("only rank 0 can fail", "in enumerate(outcomes):", "in [(0, outcomes[0])]:", f"{FAULTS} {LAUNCHES}"),
     Mutation("nodes may differ", "if here != there:", "if False:", LAUNCHES),
-    Mutation("no look at the free space", "disk_usage(folder).free < ", "disk_usage(folder).free < 0 * ", FAULTS),
+    Mutation("no look at the free space", "disk_usage(folder).free < ", "disk_usage(folder).free < 0 * ", LAUNCHES),
     Mutation("a rank beyond its size", "for i in (0, 2, 4)", "for i in (4,)", LAUNCHES),
     Mutation("the hybrid mesh is transposed", "device.type, mesh)", "device.type, mesh[::-1])", TRAINING),
     Mutation("errors of the master are final", 'os.environ.setdefault("DET_RETRY_CONFIG", RETRY)', "pass", CLUSTER),

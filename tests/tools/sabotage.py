@@ -1,6 +1,5 @@
 """Faults to plant in a rank: `run(..., before=sabotage("killed_in_write", rank=1, call=2))`."""
 
-import errno
 import itertools
 import os
 import resource
@@ -16,7 +15,6 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "killed_in_backward": (torch.Tensor, "backward"),
     "killed_in_write": (os, "fsync"),
     "killed_after_metadata": (Path, "write_text"),  # of train_state.json
-    "disk_full": (FileSystemWriter, "write_data"),
     "file_too_large": (FileSystemWriter, "write_data"),
 }
 
@@ -39,8 +37,6 @@ def plant(fault: str, call: int) -> None:
 
 
 def strike(fault: str, target: Any) -> None:
-    if fault == "disk_full":
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if fault == "file_too_large":
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
         return

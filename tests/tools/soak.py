@@ -13,12 +13,11 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from launch import ROOT, Job, start
+from launch import ROOT, Job, start, wait_until
 from observe import differences
 from processes import last_state, read_tensors, unfinished_checkpoints, whole_checkpoints
 from tiny import overrides
@@ -33,21 +32,14 @@ def attempt(folder: Path, steps: int, *arguments: str) -> Job:
     return start("--config", str(ROOT / "config.yaml"), *hparams, *arguments, ranks=2, cwd=folder)
 
 
-def wait_until(job: Job, condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition() and None in job.poll():
-        assert time.monotonic() < deadline, job.texts()
-        time.sleep(0.0005)
-
-
 def kill_one(job: Job, moment: str, checkpoints: Path, dice: random.Random) -> None:
     """SIGKILL a random rank: while it starts, after some steps, or in the first save after these."""
     steps = dice.randint(6, STRETCH - 6)
     if moment != "starting":
-        wait_until(job, lambda: job.texts()[0].count("  loss ") >= steps)
+        wait_until(lambda: job.texts()[0].count("  loss ") >= steps or None not in job.poll(), 120)
     if moment == "saving":
         known = os.listdir(checkpoints)
-        wait_until(job, lambda: os.listdir(checkpoints) != known)
+        wait_until(lambda: os.listdir(checkpoints) != known or None not in job.poll(), 120, 0.0005)
     time.sleep(dice.random() * (0.5 if moment == "starting" else 0.01))
     job.signal(signal.SIGKILL, dice.randrange(2))
 

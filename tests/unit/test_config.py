@@ -23,54 +23,35 @@ def test_every_field_is_a_key_and_every_key_a_field(name: str) -> None:
     assert dataclasses.asdict(parse_config(given, experiment["resources"]["slots_per_trial"])) == given
 
 
-def test_config_cannot_change() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        tiny_config().lr = 1.0  # type: ignore[misc]
-
-
-TAKEN: list[tuple[str, Any, Any]] = [
-    ("lr", 1, 1.0),  # what the master makes of 1.0
-    ("lr", 10000, 10000.0),  # and of 1e4
-    ("lr", "1e-4", 1e-4),  # what PyYAML makes of 1e-4
-    ("weight_decay", 0, 0.0),
-    ("dropout", 0, 0.0),
-    ("min_lr_ratio", 1, 1.0),
-    ("max_steps", 8.0, 8),
-    ("max_steps", 1e3, 1000),
-    ("max_steps", 1_000_000_000, 1_000_000_000),
-    ("warmup_steps", 0, 0),
-    ("micro_batch_size", None, None),
-    ("micro_batch_size", 5.0, 5),  # need not divide anything
-    ("branching", None, None),
-    ("branching", 32, 32),  # all of the vocabulary
-    ("n_heads", 16, 16),
-    ("amp_dtype", None, None),
-    ("amp_dtype", "auto", "auto"),
-    ("amp_dtype", "float16", "float16"),
-    ("reduce_dtype", "float32", "float32"),
-    ("sharding", "hybrid", "hybrid"),
-    ("compile", True, True),
-    ("seed", 2**32 - 1, 2**32 - 1),
-]
+TAKEN: dict[str, list[tuple[Any, Any]]] = {
+    "lr": [(1, 1.0), (10000, 10000.0), ("1e-4", 1e-4)],  # what the master makes of 1.0 and 1e4, and PyYAML of 1e-4
+    "weight_decay": [(0, 0.0)],
+    "min_lr_ratio": [(0, 0.0), (1, 1.0)],
+    "max_steps": [(8.0, 8), (1e3, 1000), (1_000_000_000, 1_000_000_000)],
+    "warmup_steps": [(0, 0)],
+    "micro_batch_size": [(None, None), (5.0, 5)],  # need not divide anything
+    "branching": [(None, None), (32, 32)],  # all of the vocabulary
+    "amp_dtype": [(None, None), ("auto", "auto")],
+    "compile": [(True, True)],
+    "seed": [(2**32 - 1, 2**32 - 1)],
+}
 
 
 def test_takes() -> None:
-    for name, given, taken in TAKEN:
-        value = getattr(tiny_config(4, **{name: given}), name)
-        assert value == taken and type(value) is type(taken), f"{name}: {given!r} became {value!r}"
+    for name, values in TAKEN.items():
+        for given, taken in values:
+            value = getattr(tiny_config(4, **{name: given}), name)
+            assert value == taken and type(value) is type(taken), f"{name}: {given!r} became {value!r}"
 
 
 REFUSED: list[tuple[str, list[Any], str]] = [
     ("lr", [True, 0, -1e-3, None, math.nan, math.inf, "fast", [1e-3], 1e31], "must be float from 1e-30 to 1e+30"),
     ("lr", [{"type": "log", "minval": -4, "maxval": -2, "base": 10}], "use lr=VALUE"),
-    ("max_grad_norm", [0], "must be float from"),
     ("weight_decay", [-1], "must be float from 0 to"),
     ("dropout", [1, -0.1], "must be float from 0 to 0.99"),
     ("min_lr_ratio", [1.1], "must be float from 0 to 1"),
     ("max_steps", [True, 8.5, 0, None, 10**400, 2**63 - 1, 10**9 + 1], "must be int from 1 to 1000000000"),
-    ("reporting_period", [2**63 - 1], "must be int from 1 to 1000000000"),
     ("warmup_steps", [-1, 2**63 - 1], "must be int from 0 to 1000000000"),
-    ("global_batch_size", [2**63 - 1], "must be int from 1 to 1000000"),
     ("n_layers", [0, 2**63 - 1], "must be int from 1 to 1000000"),
     ("micro_batch_size", [0, "null", 2**63 - 1], "must be null or int from 1 to 1000000"),
     ("branching", [False], "must be null or int from 1 to 1000000"),
@@ -88,9 +69,8 @@ def test_refuses() -> None:
         for given in values:
             with pytest.raises(Refusal) as error:
                 tiny_config(**{name: given})
-            assert f"{name} = {given}: " in str(error.value)
-            assert instead in str(error.value), f"{name} = {given}: {error.value}"
-            assert len(str(error.value).splitlines()) == 2, f"one problem, under a heading: {error.value}"
+            _, problem = str(error.value).splitlines()
+            assert problem.startswith(f"  {name} = {given}: ") and instead in problem, error.value
 
 
 def test_reports_all_problems_together() -> None:
@@ -104,48 +84,29 @@ def test_reports_all_problems_together() -> None:
     assert "global_batch_size = 13 does not divide by the 2 ranks: use 12" in text, "also what does not fit"
     assert "n_heads = 3 does not divide d_model = 16: use 2" in text
     assert len(text.splitlines()) == 8
+    with pytest.raises(Refusal, match="vocab_size = None"):
+        tiny_config(2, vocab_size=None, global_batch_size=3)  # without it no model can be built
 
 
 def test_what_does_not_fit_together_is_an_invalid_hyperparameter() -> None:
     """A search may draw another combination."""
-    with pytest.raises(det.InvalidHP) as error:
+    message = r"n_heads = 32 .* use 16\s+global_batch_size = 12 .* use 10; branching = 33"
+    with pytest.raises(det.InvalidHP, match=message):
         tiny_config(5, n_heads=32, branching=33)
-    for part in ("12 does not divide by the 5 ranks: use 10", "n_heads = 32", "use 16", "branching = 33", "= 32"):
-        assert part in str(error.value)
 
-
-def test_without_what_is_wrong_the_rest_is_still_judged() -> None:
-    with pytest.raises(Refusal) as error:
-        tiny_config(2, vocab_size=None, global_batch_size=3)
-    assert "vocab_size = None" in str(error.value)
-
-
-# ---- The command line ----
 
 DEFAULT = (ROOT / "config.yaml").read_text()
-WITHOUT_HPARAMS = DEFAULT.partition("hyperparameters:")[0]
-SEARCH = "{type: log, minval: -4, maxval: -2, base: 10}"
-
-# By name: the content of config.yaml (None: no file), the arguments, and what the message has.
-CASES: dict[str, tuple[str | bytes | None, list[str], list[str]]] = {
-    "no file": (None, [], ["--config config.yaml", "No such file"]),
+# By name: config.yaml, the arguments, and what the message has.
+CASES: dict[str, tuple[str, list[str], list[str]]] = {
+    "no file": (DEFAULT, ["--config", "absent.yaml"], ["--config absent.yaml", "No such file"]),
     "not YAML": ("a: [1", [], ["--config config.yaml", "must be an experiment config"]),
-    "not text": (b"\xff\xfe\x00", [], ["--config config.yaml"]),
-    "no hyperparameters": (WITHOUT_HPARAMS, [], ["--config config.yaml", "hyperparameters"]),
-    "a list": ("- 1", [], ["--config config.yaml", "must be an experiment config"]),
+    "no hyperparameters": (DEFAULT.replace("hyperparameters:", "h:"), [], ["config.yaml", "hyperparameters"]),
     "no seed": (DEFAULT.replace("experiment_seed: 1", ""), [], ["config.yaml", "experiment_seed"]),
-    "keys": (
-        DEFAULT.replace("  n_layers: 2\n", ""),
-        ["lr=fast", "zzz=1", "global_batch_size=0.5"],
-        ["zzz: no such", "n_layers = missing", "lr = fast", "global_batch_size = 0.5"],
-    ),
-    "search range": (DEFAULT.replace("lr: 3.0e-3", f"lr: {SEARCH}"), [], ["lr = ", "use lr=VALUE"]),
-    "search range in an override": (DEFAULT, [f"lr={SEARCH}"], ["lr = ", "use lr=VALUE"]),
+    "unknown": (DEFAULT, ["zzz=1", "global_batch_size=0.5"], ["zzz: no such", "global_batch_size = 0.5"]),
+    "search range": (DEFAULT, ["lr={type: log, minval: -4, maxval: -2, base: 10}"], ["lr = ", "use lr=VALUE"]),
     "does not fit": (DEFAULT, ["n_heads=3", "branching=999"], ["n_heads = 3", "branching = 999"]),
     "no key=value": (DEFAULT, ["max_steps", "10"], ["'max_steps'", "key=value"]),
-    "override not YAML": (DEFAULT, ["lr=[1"], ["'lr=[1'", "key=value"]),
     "unknown option": (DEFAULT, ["--max-steps", "10"], ["--max-steps", "key=value"]),
-    "option without value": (DEFAULT, ["--config"], ["--config", "expected one argument"]),
     "slots": (DEFAULT, ["--dry-run", "slots_per_trial=0"], ["slots_per_trial = 0: must be int from 1"]),
     "slots do not divide": (DEFAULT, ["--dry-run", "slots_per_trial=3"], ["the 3 ranks", "use 15"]),
     "cloud storage": (DEFAULT, ["--checkpoint-dir", "s3://bucket/a"], ["s3://bucket/a", "checkpoint_storage"]),
@@ -153,29 +114,10 @@ CASES: dict[str, tuple[str | bytes | None, list[str], list[str]]] = {
 
 
 def test_command_line_refuses(tmp_path: Path) -> None:
-    for index, (name, (content, arguments, says)) in enumerate(CASES.items()):
-        folder = tmp_path / str(index)
-        folder.mkdir()
-        if content is not None:
-            (folder / "config.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
-        outcome = run(*arguments, ranks=0, cwd=folder)
+    for name, (content, arguments, says) in CASES.items():
+        (tmp_path / "config.yaml").write_text(content)
+        outcome = run(*arguments, ranks=0, cwd=tmp_path)
         assert outcome.code == 1, f"{name}: {outcome.text}"
         assert outcome.text.count("fsdp_train.py: ") == 1 and "Traceback" not in outcome.text, f"{name}: {outcome.text}"
         assert all(part in outcome.text for part in says), f"{name}: {outcome.text}"
-        assert [path.name for path in folder.iterdir()] == ([] if content is None else ["config.yaml"]), name
-
-
-def test_only_one_rank_refuses(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(DEFAULT)
-    outcome = run("global_batch_size=15", "n_heads=3", ranks=2, cwd=tmp_path)
-    assert outcome.codes == [1, 1] or -9 in outcome.codes, outcome.text
-    assert outcome.text.count("fsdp_train.py: hyperparameters:") == 1, outcome.text
-    assert "does not divide by the 2 ranks: use 1" in outcome.text and "Traceback" not in outcome.text
-    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
-
-
-def test_help(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(DEFAULT)
-    outcome = run("--help", ranks=0, cwd=tmp_path)
-    assert outcome.code == 0
-    assert "key=value" in outcome.text and "--resume" in outcome.text
+        assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"], f"{name}: nothing is left"

@@ -2,24 +2,29 @@
 
 import math
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from data import SyntheticTokens
+from data import build_data
 from fsdp_train import next_token_loss
 from model import LayerNorm, Transformer, build_model, decay_groups, learning_rate, peak_flops
 from tiny import tiny_config
 
+TINY: dict[str, Any] = {"vocab_size": 32, "max_seq_len": 16, "d_model": 16, "n_heads": 2, "n_layers": 2}
 SIZES: dict[str, dict[str, Any]] = {
-    "tiny": {"vocab_size": 32, "max_seq_len": 16, "d_model": 16, "n_heads": 2, "n_layers": 2},
+    "tiny": TINY,
     "two tokens": {"vocab_size": 2, "max_seq_len": 32, "d_model": 8, "n_heads": 1, "n_layers": 1},
-    "wide": {"vocab_size": 64, "max_seq_len": 8, "d_model": 1024, "n_heads": 8, "n_layers": 1},
     "wide and two tokens": {"vocab_size": 2, "max_seq_len": 8, "d_model": 1024, "n_heads": 8, "n_layers": 1},
     "narrow and many tokens": {"vocab_size": 20000, "max_seq_len": 16, "d_model": 8, "n_heads": 2, "n_layers": 2},
-    "deep": {"vocab_size": 128, "max_seq_len": 16, "d_model": 32, "n_heads": 4, "n_layers": 24},
-    "many heads": {"vocab_size": 512, "max_seq_len": 64, "d_model": 64, "n_heads": 64, "n_layers": 2},
 }
+
+
+def tiny_model(**options: Any) -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(**TINY, **options)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -28,77 +33,29 @@ def test_loss_starts_at_that_of_a_guess(size: str, seed: int) -> None:
     shape = SIZES[size]
     torch.manual_seed(seed)
     model = Transformer(**shape)
-    data = SyntheticTokens(
-        seed=seed,
-        vocab_size=shape["vocab_size"],
-        branching=None,
-        split="training",
-        seq_len=shape["max_seq_len"],
-        global_batch_size=64,
-        size_in_batches=1,
-        rank=0,
-        world_size=1,
-    )
+    noise = build_data(tiny_config(branching=None, global_batch_size=64, seed=seed, **shape), "training", 0, 1)
     with torch.no_grad():
-        loss = next_token_loss(model, next(data), None)
+        loss = next_token_loss(model, next(noise), None)
     assert loss.item() == pytest.approx(math.log(shape["vocab_size"]), rel=0.05)
 
 
-def test_no_position_sees_those_after_it() -> None:
-    torch.manual_seed(0)
-    model = Transformer(**SIZES["tiny"])
+@torch.no_grad()
+def test_each_position_sees_itself_and_those_before() -> None:
+    model = tiny_model()
     tokens = torch.randint(0, 32, (3, 16))
-    with torch.no_grad():
-        logits = model(tokens)
-        assert logits.shape == (3, 16, 32)
-        for position in range(16):
-            changed = tokens.clone()
-            changed[:, position] = (changed[:, position] + 7) % 32
-            differs = (model(changed) - logits).abs().amax(dim=(0, 2)) > 1e-7
-            assert not differs[:position].any(), "nothing before the change"
-            assert differs[position:].all(), "each position from there on"
-
-
-def test_positions_matter() -> None:
-    """Alone with itself, a token has other logits at another position."""
-    torch.manual_seed(0)
-    model = Transformer(**SIZES["tiny"])
-    with torch.no_grad():
-        logits = model(torch.full((1, 16), 5))[0]
-    assert len({tuple(row) for row in logits.tolist()}) == 16
-
-
-def test_a_shorter_sequence_is_a_prefix() -> None:
-    torch.manual_seed(0)
-    model = Transformer(**SIZES["tiny"])
-    tokens = torch.randint(0, 32, (2, 16))
-    torch.testing.assert_close(model(tokens[:, :5]), model(tokens)[:, :5])
-
-
-def test_built_on_meta_and_filled_module_by_module() -> None:
-    """Each module fills exactly the parameters of its own, and as if the model had been built in memory."""
-    config = tiny_config()
-    model = build_model(config)
-    assert {p.device.type for p in model.parameters()} == {"meta"}
-    assert list(model.buffers()) == []
-
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for p in model.parameters():
-            p.fill_(math.nan)
-    torch.manual_seed(3)
-    filled: set[str] = set()
-    for prefix, module in model.named_modules():
-        own = {f"{prefix}.{name}" for name, _ in module.named_parameters(recurse=False)}
-        if own:
-            module.reset_parameters()
-        filled |= own
-        assert {name for name, p in model.named_parameters() if not p.isnan().any()} == filled
-    assert filled == {name for name, _ in model.named_parameters()}
-
-    torch.manual_seed(3)
-    for (name, p), expected in zip(model.named_parameters(), Transformer(**SIZES["tiny"]).parameters(), strict=True):
-        assert torch.equal(p, expected), name
+    logits = model(tokens)
+    assert logits.shape == (3, 16, 32)
+    for position in range(16):
+        changed = tokens.clone()
+        changed[:, position] = (changed[:, position] + 7) % 32
+        differs = (model(changed) - logits).abs().amax(dim=(0, 2)) > 1e-7
+        assert not differs[:position].any(), "nothing before the change"
+        assert differs[position:].all(), "each position from there on"
+    torch.testing.assert_close(model(tokens[:, :5]), logits[:, :5])
+    of_one_token = model(torch.full((1, 16), 5))[0]
+    assert len({tuple(row) for row in of_one_token.tolist()}) == 16, "its place matters, too"
+    with pytest.raises(ValueError, match=r"17 tokens .* max_seq_len = 16"):
+        model(torch.zeros(1, 17, dtype=torch.long))
 
 
 def test_initial_weights() -> None:
@@ -116,19 +73,26 @@ def test_initial_weights() -> None:
 
 
 def test_dropout_only_in_training() -> None:
-    torch.manual_seed(0)
-    model = Transformer(**SIZES["tiny"], dropout=0.5)
+    model = tiny_model(dropout=0.5)
     tokens = torch.randint(0, 32, (2, 16))
     assert not torch.equal(model(tokens), model(tokens))
     model.eval()
     assert torch.equal(model(tokens), model(tokens))
 
 
-def test_sizes_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"n_heads = 3 does not divide d_model = 16: use (2|4)"):
-        Transformer(**{**SIZES["tiny"], "n_heads": 3})
-    with pytest.raises(ValueError, match=r"17 tokens .* max_seq_len = 16"):
-        Transformer(**SIZES["tiny"])(torch.zeros(1, 17, dtype=torch.long))
+def test_recomputing_is_exact() -> None:
+    """Values, gradients and dropout masks are those of a block that keeps its activations."""
+    results, calls = [], []
+    for recompute in (False, True):
+        model = tiny_model(dropout=0.3, recompute=recompute)
+        with patch.object(F, "gelu", wraps=F.gelu) as gelu:
+            loss = model(torch.arange(16)[None]).square().sum()
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+        results.append(torch.cat([tensor.flatten() for tensor in (loss, *gradients)]))
+        calls.append(gelu.call_count)
+    assert torch.equal(*results)
+    assert calls == [2, 4], "each of the two blocks once, or once more"
+    assert all(block.recompute for block in build_model(tiny_config(activation_checkpointing=True)).blocks)
 
 
 def test_normalises_in_float32() -> None:
@@ -142,78 +106,38 @@ def test_normalises_in_float32() -> None:
     torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("hparams", "step", "rate"),
-    [
-        ({}, 1, 0.25),
-        ({}, 2, 0.5),
-        ({}, 4, 1.0),  # the end of the warm-up
-        ({}, 9, 0.55),  # half-way from 4 to 14: the mean of both ends
-        ({}, 14, 0.1),  # the last step
-        ({"warmup_steps": 0}, 7, 0.55),
-        ({"warmup_steps": 0}, 14, 0.1),
-        ({"warmup_steps": 1}, 1, 1.0),
-        ({"warmup_steps": 14}, 14, 1.0),
-        ({"warmup_steps": 28}, 14, 0.5),
-        ({"min_lr_ratio": 0}, 14, 0.0),
-        ({"min_lr_ratio": 1}, 9, 1.0),
-    ],
-)
-def test_learning_rate(hparams: dict[str, Any], step: int, rate: float) -> None:
-    config = tiny_config(**{"lr": 2.0, "warmup_steps": 4, "max_steps": 14, "min_lr_ratio": 0.1, **hparams})
-    assert learning_rate(step, config) == pytest.approx(2.0 * rate, abs=1e-12)
-
-
-def test_learning_rate_rises_then_falls() -> None:
-    config = tiny_config(warmup_steps=0, max_steps=14)
-    rates = [learning_rate(step, config) for step in range(1, 15)]
-    assert rates == sorted(rates, reverse=True)
-    assert config.lr * 0.95 < rates[0] < config.lr, "the first step is of a run, too"
-    config = tiny_config(warmup_steps=4, max_steps=14)
-    rates = [learning_rate(step, config) for step in range(1, 15)]
-    assert max(rates) == rates[3] == config.lr
-    assert all(rate > 0 for rate in rates)
+def test_learning_rate() -> None:
+    """Of 14 steps: the end of the warm-up, the mean of both ends half-way to the last step, the last step."""
+    cases: list[tuple[dict[str, Any], dict[int, float]]] = [
+        ({}, {1: 0.25, 2: 0.5, 4: 1.0, 9: 0.55, 14: 0.1}),
+        ({"warmup_steps": 0}, {7: 0.55, 14: 0.1}),
+        ({"warmup_steps": 1}, {1: 1.0}),
+        ({"warmup_steps": 14}, {14: 1.0}),
+        ({"warmup_steps": 28}, {14: 0.5}),
+        ({"min_lr_ratio": 0}, {14: 0.0}),
+        ({"min_lr_ratio": 1}, {9: 1.0}),
+    ]
+    for hparams, rates in cases:
+        config = tiny_config(**{"lr": 2.0, "warmup_steps": 4, "max_steps": 14, "min_lr_ratio": 0.1, **hparams})
+        measured = {step: learning_rate(step, config) / 2.0 for step in rates}
+        assert measured == pytest.approx(rates, abs=1e-12), hparams
 
 
 def test_only_matrices_decay() -> None:
-    config = tiny_config(weight_decay=0.3)
-    model = Transformer(**SIZES["tiny"])
-    others, matrices = decay_groups(list(model.parameters()), config)
+    others, matrices = decay_groups(list(tiny_model().parameters()), tiny_config(weight_decay=0.3))
     assert (others["weight_decay"], matrices["weight_decay"]) == (0.0, 0.3)
-    assert len(others["params"]) == 5 and all(p.ndim == 1 for p in others["params"])
-    assert len(matrices["params"]) == 11 and all(p.ndim == 2 for p in matrices["params"])
+    assert [p.ndim for p in others["params"]] == [1] * 5
+    assert [p.ndim for p in matrices["params"]] == [2] * 11
 
 
-def test_recomputing_is_exact() -> None:
-    """Values, gradients and dropout masks are those of a block that keeps its activations."""
-    gradients = []
-    for recompute in (False, True):
-        torch.manual_seed(0)
-        model = Transformer(**SIZES["tiny"], dropout=0.3, recompute=recompute)
-        torch.manual_seed(1)
-        model(torch.arange(16)[None]).square().sum().backward()
-        gradients.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True) if a is not None and b is not None)
-
-
-def test_flops_per_token() -> None:
-    """6 N + 12 L T C, computed by hand for 7504 parameters, 2 blocks, 16 tokens, width 16."""
-    assert Transformer(**SIZES["tiny"]).flops_per_token() == 6 * 7504 + 12 * 2 * 16 * 16
-
-
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA A100-SXM4-80GB, compute capability 8.0", (312e12, 19.5e12)),
-        ("NVIDIA A10, compute capability 8.6", (125e12, 31.2e12)),
-        ("NVIDIA H100 80GB HBM3, compute capability 9.0", (989e12, 67e12)),
-        ("NVIDIA H200, compute capability 9.0", (989e12, 67e12)),
-        ("Tesla T4, compute capability 7.5", (65e12, 8.1e12)),
-        ("Tesla V100-SXM2-16GB, compute capability 7.0", (125e12, 15.7e12)),
-        ("NVIDIA A10G, compute capability 8.6", (0, 0)),
-        ("NVIDIA H100 PCIe, compute capability 9.0", (0, 0)),
-        ("CPU that multiplies bfloat16", (0, 0)),
-    ],
-)
-def test_peak_flops(name: str, peak: tuple[float, float]) -> None:
-    assert (peak_flops(name, torch.float16), peak_flops(name, None)) == peak
+def test_peak_flops() -> None:
+    for name, peaks in {
+        "NVIDIA A100-SXM4-80GB, compute capability 8.0": (312e12, 19.5e12),
+        "NVIDIA A10, compute capability 8.6": (125e12, 31.2e12),
+        "NVIDIA A10G, compute capability 8.6": (0, 0),
+        "NVIDIA H100 80GB HBM3, compute capability 9.0": (989e12, 67e12),
+        "NVIDIA H100 PCIe, compute capability 9.0": (0, 0),
+        "Tesla T4, compute capability 7.5": (65e12, 8.1e12),
+        "CPU that multiplies bfloat16": (0, 0),
+    }.items():
+        assert (peak_flops(name, torch.float16), peak_flops(name, None)) == peaks, name
