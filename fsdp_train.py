@@ -815,9 +815,9 @@ def connect(device: torch.device) -> core.DistributedContext:
         return core.DistributedContext.from_torch_distributed(chief)
 
     try:
-        # In a thread, for some of its waits have no limit, such as for a port that is closed.
+        # In a thread, for a wait for a closed port has no limit, and others go on beyond theirs.
         with ThreadPool(1) as pool:
-            return pool.apply_async(join).get(2 * TIMEOUT.seconds)
+            return pool.apply_async(join).get(3 * TIMEOUT.seconds)
     except Exception as problem:
         place = f"MASTER_ADDR = {address}, port {os.environ['MASTER_PORT']}"
         raise Refusal(f"{place}: no process group: {problem!r}")
