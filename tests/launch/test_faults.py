@@ -139,5 +139,5 @@ def test_torchrun_and_its_ranks_end_together(tmp_path: Path, victim: str) -> Non
         torchrun.terminate()
     else:
         torchrun.children()[1].kill()
-    outcome = job.finish(timeout=30, grace=3)
+    outcome = job.finish(grace=3)
     assert outcome.code and (victim == "torchrun" or "exitcode  : -9" in outcome.text), outcome.text

@@ -27,7 +27,7 @@ Cases = list[tuple[Options, list[str]]]  # how to launch, and the words of the m
 
 
 def train(cwd: Path, arguments: Sequence[str] = (), ranks: int = 0, **options: Any) -> Outcome:
-    return run(*CONFIG, *FEW, *arguments, ranks=ranks, cwd=cwd, timeout=60, grace=60, **options)
+    return run(*CONFIG, *FEW, *arguments, ranks=ranks, cwd=cwd, grace=60, **options)
 
 
 def train_each(cwd: Path, cases: Iterable[Options]) -> list[Outcome]:
