@@ -84,8 +84,8 @@ AmpDtype = torch.dtype | None  # None: float32 throughout
 
 # How long a collective waits for a rank: longer than any rank works alone, reading a checkpoint.
 TIMEOUT = timedelta(minutes=10)
-# Seconds that a trial may take for its start, or for a step with its reports: longer than the Core
-# API tries again, so only a master that takes a request and never answers exceeds it.
+# Seconds that a trial may take for its start, or for a step with its validation and checkpoint:
+# longer than the Core API tries again, so that a master which never answers ends it.
 PATIENCE = 3600
 
 
@@ -177,7 +177,7 @@ def mixed_precision(config: Config, amp_dtype: AmpDtype) -> MixedPrecision | Non
 
 
 def autocast(device: torch.device, amp_dtype: AmpDtype) -> torch.autocast:
-    """The dtype of each operation: matrix products in `amp_dtype`, softmax and loss in float32."""
+    """The dtype of each operation: matrix products in `amp_dtype`, on GPUs norms in float32."""
     # Without it, MixedPrecision would run every operation in low precision. Without dtype= it would
     # mean float16, on every GPU.
     return torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype is not None)
@@ -208,7 +208,7 @@ def shard(model: nn.Module, run: Run) -> FSDP:
             if isinstance(module, BLOCK):
                 module.compile(dynamic=False)
     ranks = dist.get_world_size()
-    hybrid = run.config.sharding == "hybrid" and run.local_ranks < ranks
+    hybrid = run.config.sharding == "hybrid" and 1 < run.local_ranks < ranks
     # Neighbouring ranks are on the same node: a hybrid mesh is (nodes, ranks of a node).
     mesh = (ranks // run.local_ranks, run.local_ranks) if hybrid else (ranks,)
     fsdp_model = FSDP(
@@ -222,7 +222,6 @@ def shard(model: nn.Module, run: Run) -> FSDP:
         sync_module_states=run.device.type == "cuda",
         device_id=run.device,
         use_orig_params=True,
-        forward_prefetch=True,
     )
     # A class that matches nothing would leave one big unit, gathered whole, and no error.
     if missing := set(UNITS) - {type(unit.module) for unit in FSDP.fsdp_modules(fsdp_model)}:
@@ -669,7 +668,7 @@ def parse_config(hparams: Json, ranks: int) -> Config:
     return config
 
 
-def read_settings(info: det.ClusterInfo | None) -> tuple[Json, str, str]:
+def read_settings(info: det.ClusterInfo | None) -> tuple[Json, str, Any]:
     """Hyperparameters, with the seed; of a local run also slots, checkpoint folder and --resume."""
     if info:
         if sys.argv[1:]:
@@ -678,13 +677,13 @@ def read_settings(info: det.ClusterInfo | None) -> tuple[Json, str, str]:
         return hparams, "", info.latest_checkpoint or ""
     parser = argparse.ArgumentParser(usage=__doc__, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--config", type=Path, default="config.yaml")
-    parser.add_argument("--resume", metavar="latest|UUID|FOLDER", default="")
+    parser.add_argument("--config", default="config.yaml")
+    parser.add_argument("--resume")
     parser.add_argument("--checkpoint-dir", default="checkpoints")
     parser.add_argument("--dry-run", action="store_true")
     args, unknown = parser.parse_known_intermixed_args()
     try:
-        experiment = yaml_safe_load(args.config.read_text())
+        experiment = yaml_safe_load(Path(args.config).read_text())
         hparams = {
             **experiment["hyperparameters"],
             "seed": experiment["reproducibility"]["experiment_seed"],
@@ -709,7 +708,7 @@ def read_settings(info: det.ClusterInfo | None) -> tuple[Json, str, str]:
 def describe(config: Config, ranks: int, local_ranks: int, dtype: AmpDtype, why: str) -> str:
     """The banner: what `ranks` ranks, `local_ranks` of them on each node, will do and need."""
     n = count_parameters(config)
-    shards = local_ranks if config.sharding == "hybrid" else ranks
+    shards = local_ranks if config.sharding == "hybrid" and local_ranks > 1 else ranks
     rows = config.global_batch_size // ranks
     tokens = config.global_batch_size * config.max_seq_len
     late = "; warning: not less than max_steps, so the rate never reaches lr"
@@ -747,7 +746,7 @@ def everywhere(action: Callable[[], Any]) -> list[Any]:
     # So none goes on alone, or waits for one that is gone.
     outcomes: Any = [None] * dist.get_world_size()
     try:
-        outcome: Any = action(), ""
+        outcome: Any = action(), None
     except det.InvalidHP as error:
         outcome = None, error
     except (Refusal, argparse.ArgumentError) as error:
@@ -756,7 +755,7 @@ def everywhere(action: Callable[[], Any]) -> list[Any]:
         outcome = None, str(error).strip().split("\n")[-1]
     dist.all_gather_object(outcomes, outcome)  # COLLECTIVE
     for rank, (_, problem) in enumerate(outcomes):
-        if problem:
+        if problem is not None:
             raise problem if type(problem) is det.InvalidHP else Refusal(f"{problem} (rank {rank})")
     return [result for result, _ in outcomes]
 
@@ -837,7 +836,7 @@ def settle(info: det.ClusterInfo | None, ranks: int) -> tuple[Config, Json]:
                 raise OSError(f"{12 * count_parameters(config):,} bytes for a checkpoint not free")
         except OSError as problem:
             raise Refusal(f"--checkpoint-dir {folder}: cannot be used: {problem}")
-        checkpoint = checkpoint and str(find_checkpoint(checkpoint, Path(folder)))
+        checkpoint = "" if checkpoint is None else str(find_checkpoint(checkpoint, Path(folder)))
     # Without hidden ones, such as an editor's lock.
     code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("[!.]*.py")))
     scripts = f"{zlib.crc32(code)} on torch {torch.__version__}"
@@ -851,7 +850,7 @@ def start() -> None:
     log.setLevel("ERROR" if rank else "INFO")
     # In a world of one, and inside torch 2.3's checkpoints.
     warnings.filterwarnings("ignore", "FSDP is switching|When using ``NO_SHARD`|TypedStorage is")
-    torch.set_float32_matmul_precision("highest")  # no TF32, which NVIDIA's images turn on
+    torch.set_float32_matmul_precision("highest")  # no TF32, as NVIDIA's images
     info = det.get_cluster_info()
     if info and info.task_type != "TRIAL":  # a shell or a notebook is as good as a laptop
         info = None
@@ -918,6 +917,7 @@ def main() -> None:
         BadRequestException,
         CheckpointNotFound,
         ModuleNotFoundError,
+        OSError,
     ) as problem:
         if not dist.is_initialized() or os.environ["LOCAL_RANK"] == "0":
             print(f"\nfsdp_train.py: {problem}", file=sys.stderr)

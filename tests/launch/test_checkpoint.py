@@ -98,7 +98,7 @@ def test_recomputing_can_be_switched_at_a_resume(tmp_path: Path) -> None:
 
 # ---- Elastic ----
 
-WORLDS = [(1, 1), (2, 1), (3, 1), (4, 1), (4, 2)]  # ranks, nodes
+WORLDS = [(1, 1), (2, 1), (2, 2), (3, 1), (4, 1), (4, 2)]  # ranks, nodes
 HALF, END = 3, 6
 
 

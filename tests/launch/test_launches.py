@@ -242,6 +242,7 @@ def test_directories_that_cannot_be_written(tmp_path: Path) -> None:
         cases.append(({"arguments": ["--checkpoint-dir", name]}, ["--checkpoint-dir ", words]))
     full = "import shutil, types\nshutil.disk_usage = lambda _: types.SimpleNamespace(free=90_000)"
     cases.append((NODES | {"before": full}, ["checkpoints: cannot be used", "90,048 bytes"]))
+    cases.append(({"arguments": ["--resume="]}, ["checkpoints: train_state.json is not whole"]))  # unset, too
     (tmp_path / "traces").touch()  # in the place of the profiler's folder
     cases.append((NODES | {"arguments": ["torch_profiler=true", "max_steps=8"]}, ["traces"]))
     assert_refused(tmp_path, cases)

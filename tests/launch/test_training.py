@@ -222,6 +222,8 @@ def refused(_: core.Context) -> None:
     for name, model in (("head.out.weight", tied), ("head.scale", buffered), ("blocks.0.mask", masked)):
         with pytest.raises(fsdp_train.Refusal, match=f"^{name}: tied weights or buffers"):
             fsdp_train.shard(model, tiny_run())
+    with pytest.raises(fsdp_train.Refusal, match="rank 0"):
+        fsdp_train.everywhere(Mock(side_effect=ValueError()))  # without a word
     with (
         patch.object(fsdp_train, "UNITS", (Embedding, Head, nn.TransformerEncoderLayer)),
         pytest.raises(fsdp_train.Refusal, match=r"UNITS.*TransformerEncoderLayer"),
@@ -508,3 +510,5 @@ def test_dry_run(tmp_path: Path) -> None:
         assert part in outcome.text, f"{part}:\n{outcome.text}"
     assert max(map(len, outcome.text.splitlines())) <= 100
     assert list(tmp_path.iterdir()) == []
+    apart = fsdp_train.describe(tiny_config(sharding="hybrid"), 2, 1, None, "")
+    assert "1 replica(s) x 2 shard(s)" in apart, "nodes of one rank share what a node would"

@@ -24,19 +24,20 @@ class SyntheticTokens:
             raise ValueError(f"{PATH}: no such file of token ids; its name stands at the top of data.py")
         size = os.path.getsize(PATH)
         if not size or size % np.dtype(DTYPE).itemsize:
-            raise RuntimeError(f"{PATH} has {size} bytes: write token ids of type {DTYPE.__name__} into it")
+            raise ValueError(f"{PATH} has {size} bytes: write token ids of type {np.dtype(DTYPE)} into it")
         tokens = np.memmap(PATH, DTYPE, mode="r")
         if config.global_batch_size % ranks:
             raise ValueError(f"global_batch_size = {config.global_batch_size} does not divide by the {ranks} ranks")
-        if tokens.max() >= config.vocab_size:
-            raise RuntimeError(f"{PATH} has the id {tokens.max()}: vocab_size must be above it")
+        least, greatest = tokens.min(), tokens.max()
+        if least < 0 or greatest >= config.vocab_size:
+            raise ValueError(f"{PATH} has ids from {least} to {greatest}: vocab_size must be above them")
         self.seq_len, self.global_batch_size = config.max_seq_len, config.global_batch_size
         cut = len(tokens) * 19 // 20
         parts = {"training": tokens[:cut], "validation": tokens[cut:]}
         for name, part in parts.items():  # both, before the first step
             if (len(part) - 1) // self.seq_len < self.global_batch_size:
                 needed = self.global_batch_size * self.seq_len + 1
-                raise RuntimeError(f"{PATH} has {len(part)} tokens for {name}: a global batch needs {needed}")
+                raise ValueError(f"{PATH} has {len(part)} tokens for {name}: a global batch needs {needed}")
         self.tokens = parts[split]
         self.length = (len(self.tokens) - 1) // self.seq_len  # a sequence's last token is the first of the next
         rows = self.global_batch_size // ranks

@@ -74,11 +74,12 @@ def test_your_data(project: Path) -> None:
         (b"", (), "tokens.bin has 0 bytes"),
         (b"\x05" * 100, (), "tokens.bin has 95 tokens for training: a global batch needs 513"),
         (b"\x05" * 6000, (), "tokens.bin has 300 tokens for validation: a global batch needs 513"),
-        (b"\xff" * 20000, (), "tokens.bin has the id 255: vocab_size must be above it"),
+        (b"\xff" * 20000, (), "tokens.bin has ids from 255 to 255: vocab_size must be above them"),
         (text, ("max_seq_len=16", "--resume", "latest", "vocab_size=256"), "is of another model"),
         (bytes(len(text) - 100), ("--resume", "latest"), "but it was"),
         (None, (), "tokens.bin: no such file"),
         (None, ("--dry-run",), "tokens.bin: no such file"),
+        (b"", ("--dry-run",), "tokens.bin has 0 bytes"),
     ):
         file.unlink(missing_ok=True)
         if content is not None:

@@ -9,6 +9,7 @@ import ctypes
 import faulthandler
 import fcntl
 import gc
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -44,6 +45,7 @@ PRELOAD = """
     torch.distributed.fsdp.sharded_grad_scaler torch.distributed.fsdp.wrap torch.profiler torch.utils.flop_counter
     tqdm.contrib.logging unittest.mock
 """
+PORTS = itertools.count(random.SystemRandom().randrange(15000), 2)
 LOCK = threading.Lock()  # multiprocessing loses exit codes when two threads look for them
 
 
@@ -174,9 +176,9 @@ def torchrun(*arguments: str, ranks: int, cwd: Path, script: Path = SCRIPT) -> O
 
 
 def free_port() -> int:
-    """A port that nothing listens on, outside the range of outgoing connections."""
+    """A port from 17000 to 31999 that nothing listens on, another at each call: jobs start side by side."""
     while True:
-        port = random.SystemRandom().randrange(15000, 32000)
+        port = 17000 + next(PORTS) % 15000
         with suppress(OSError), socket.create_server(("", port)):
             return port
 
@@ -187,7 +189,7 @@ def _start_ranks(ranks: int, nodes: int, cwd: Path, env: Env, become: Callable[.
     shared |= {"LOCAL_WORLD_SIZE": local, "GROUP_WORLD_SIZE": nodes}
     for rank in range(ranks or 1):
         place = {"RANK": rank, "LOCAL_RANK": rank % local, "GROUP_RANK": rank // local} | shared if ranks else {}
-        place["INTER_TRAIN_PROCESS_COMM_PORT_1"] = port - 13000
+        place["INTER_TRAIN_PROCESS_COMM_PORT_1"] = port - 15000  # it and the next
         job.add({name: str(value) for name, value in place.items()} | (env or {}), cwd, become, *arguments)
     return job
 
