@@ -249,6 +249,8 @@ def _call(function: Callable[..., Any], arguments: Any, results: str) -> None:
 
 
 if multiprocessing.current_process().name == "MainProcess":
+    compiled = tempfile.TemporaryDirectory(prefix="compiled-")  # none that was made earlier, for other instructions
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiled.name
     os.environ["OMP_NUM_THREADS"] = "1"  # of ranks and commands; and numpy's OpenBLAS would start threads at its import
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     forkserver.set_forkserver_preload(PRELOAD.split())
