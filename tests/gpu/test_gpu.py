@@ -6,15 +6,13 @@ attention and compiled kernels add in any order.
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from launch import HANG, ROOT, Outcome, torchrun
+from launch import ROOT, Outcome, torchrun
 from model import peak_flops
 from processes import whole_checkpoints
 
@@ -22,7 +20,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA G
 GPUS = torch.cuda.device_count()
 WORLDS = [1, 2] if GPUS > 1 else [1]
 Hparams = dict[str, Any]
-Gpu = dict[str, Any]  # name, capability, memory
 Runs = dict[int, tuple[Outcome, Path]]  # and their folders, by number of ranks
 
 # Large enough for tensor cores, attention kernels and several units; ends near its floor of ln(4) = 1.386.
@@ -76,17 +73,9 @@ def losses(outcome: Outcome) -> list[float]:
     return [float(loss) for loss in re.findall(r"step \d+/\d+  (?:validation_)?loss ([\d.]+)", outcome.text)]
 
 
-@pytest.fixture(scope="module")
-def gpus() -> list[Gpu]:
-    """From a process of its own: this one leaves them alone."""
-    source = "import json, torch; c = torch.cuda; print(json.dumps([dict(name=p.name, capability=[p.major, p.minor], "
-    source += "memory=p.total_memory) for p in map(c.get_device_properties, range(c.device_count()))]))"
-    told = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=HANG, check=True)
-    return list(json.loads(told.stdout))
-
-
-def weakest(gpus: list[Gpu]) -> Gpu:
-    return min(gpus, key=lambda gpu: (gpu["capability"], gpu["name"]))
+def weakest(gpus: int) -> tuple[tuple[int, int], str]:
+    """Capability and name."""
+    return min((torch.cuda.get_device_capability(gpu), torch.cuda.get_device_name(gpu)) for gpu in range(gpus))
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +85,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return {ranks: (train(folder, ranks, checkpoint_period=30), folder) for ranks, folder in folders.items()}
 
 
-def test_float32_learns_on_one_gpu_and_two(full: Runs, gpus: list[Gpu]) -> None:
+def test_float32_learns_on_one_gpu_and_two(full: Runs) -> None:
     for ranks, (outcome, _) in full.items():
         measured = losses(outcome)
         assert measured == pytest.approx(losses(full[1][0]), rel=0.01), f"{ranks} GPUs see other data or weights"
@@ -104,24 +93,24 @@ def test_float32_learns_on_one_gpu_and_two(full: Runs, gpus: list[Gpu]) -> None:
         for name in ("peak_memory_gib", "peak_reserved_gib", "tokens_per_second"):
             assert all(metrics[name] > 0 for metrics in reports(outcome).values()), name
         assert f"1 node(s) x {ranks}\n" in outcome.text, outcome.text
-        known = peak_flops(weakest(gpus[:ranks])["name"], None) > 0
-        assert all(("mfu" in metrics) == known for metrics in reports(outcome).values()), gpus
+        known = peak_flops(weakest(ranks)[1], None) > 0
+        assert all(("mfu" in metrics) == known for metrics in reports(outcome).values()), weakest(ranks)
 
 
-def test_precision_is_that_of_the_weakest_gpu(gpus: list[Gpu], tmp_path: Path) -> None:
+def test_precision_is_that_of_the_weakest_gpu(tmp_path: Path) -> None:
     for ranks in WORLDS:
-        gpu = weakest(gpus[:ranks])
+        capability, name = weakest(ranks)
         outcome = train(tmp_path, ranks, max_steps=2, amp_dtype="auto")
-        dtype, scaler = ("bfloat16", "off") if gpu["capability"] >= [8, 0] else ("float16", "on")
-        capability = "{}.{}".format(*gpu["capability"])
-        assert f"{dtype} (auto: {gpu['name']}, compute capability {capability})\n" in outcome.text, outcome.text
+        dtype, scaler = ("bfloat16", "off") if capability >= (8, 0) else ("float16", "on")
+        why = "auto: {}, compute capability {}.{}".format(name, *capability)
+        assert f"{dtype} ({why})\n" in outcome.text, outcome.text
         assert f"scaler      {scaler};" in outcome.text, outcome.text
 
 
 @pytest.mark.parametrize("amp_dtype", ["bfloat16", "float16"])
-def test_low_precision_gives_the_losses_of_float32(full: Runs, gpus: list[Gpu], amp_dtype: str, tmp_path: Path) -> None:
+def test_low_precision_gives_the_losses_of_float32(full: Runs, amp_dtype: str, tmp_path: Path) -> None:
     for ranks in WORLDS:
-        if amp_dtype == "bfloat16" and weakest(gpus[:ranks])["capability"] < [8, 0]:
+        if amp_dtype == "bfloat16" and weakest(ranks)[0] < (8, 0):
             pytest.skip("bfloat16 needs compute capability 8.0")
         others: Hparams = {"reduce_dtype": "float32", "micro_batch_size": 3, "activation_checkpointing": True}
         for more in ({}, others):
@@ -175,9 +164,9 @@ def test_peak_memory_is_what_the_dry_run_says(tmp_path: Path) -> None:
             assert measured == pytest.approx(said, rel=0.15), f"rank {rank} of {ranks}, dry run: {said / 1e9:.2f} GB"
 
 
-def test_a_model_of_a_billion_parameters(gpus: list[Gpu], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_of_a_billion_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """That of distributed.yaml, on all GPUs: how near to their peak it comes."""
-    if sum(gpu["memory"] for gpu in gpus) < 38e9:
+    if sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in range(GPUS)) < 38e9:
         pytest.skip("1.4 billion parameters need 38 GB of GPU memory, of all GPUs together")
     shape: Hparams = {"max_seq_len": 2048, "vocab_size": 50304, "d_model": 2048, "n_heads": 16, "n_layers": 24}
     shape |= {"global_batch_size": 8 * GPUS, "micro_batch_size": 4, "max_steps": 12, "reporting_period": 6}
@@ -186,6 +175,6 @@ def test_a_model_of_a_billion_parameters(gpus: list[Gpu], tmp_path: Path, capsys
     assert "1,418,299,392 parameters" in outcome.text
     last = reports(outcome)[12]
     with capsys.disabled():
-        print(f"\n1.4 billion parameters on {GPUS} x {gpus[0]['name']}, {last['peak_memory_gib']:.1f} GiB each:")
+        print(f"\n1.4 billion parameters on {GPUS} x {weakest(GPUS)[1]}, {last['peak_memory_gib']:.1f} GiB each:")
         print(f"{last['tokens_per_second']:,.0f} tokens/s, mfu {last.get('mfu', 'not known')}")
     assert 0 < last.get("mfu", 0.5) < 1, "more than the GPU can do: is its peak in PEAK_FLOPS right?"

@@ -34,13 +34,17 @@ DTYPES = [None, "bfloat16", "float16"]
 
 
 def exact(core_context: core.Context) -> dict[Any, Any]:
-    """For each dtype an undisturbed run, and the parts of one that stops wherever it can."""
+    """For each dtype an undisturbed run, and the parts of one that stops wherever it can.
+
+    Every second part recomputes its blocks, which changes nothing either.
+    """
     results: dict[Any, Any] = {}
     for amp_dtype in DTYPES:
         run = tiny_run(dist.get_world_size(), **GRID, amp_dtype=amp_dtype)
+        other = tiny_run(dist.get_world_size(), **GRID, amp_dtype=amp_dtype, activation_checkpointing=True)
         parts = [observe(core_context, run, CHECKPOINTS, stop=STOPS[0])]
-        for stop in [*STOPS[1:], None]:
-            parts.append(observe(core_context, run, CHECKPOINTS, stop=stop, checkpoint=parts[-1].saved[-1][1]))
+        for stop, this in zip([*STOPS[1:], None], itertools.cycle((other, run))):
+            parts.append(observe(core_context, this, CHECKPOINTS, stop=stop, checkpoint=parts[-1].saved[-1][1]))
         results[amp_dtype] = observe(core_context, run, CHECKPOINTS), parts
     return results
 
@@ -65,6 +69,7 @@ def test_a_run_that_stops_everywhere_is_the_undisturbed_run(ranks: int, tmp_path
         assert straight.polled == REPORTED[:-1], "the last step is an end of its own"
         for stop, part in zip(STOPS, parts, strict=False):
             assert f"preempted at step {stop}" in part.messages
+        assert any("changed: {'activation_checkpointing'" in message for message in parts[1].messages)
     seeds = [seed for of_rank in results for seed in of_rank[None][0].seeds]
     assert len(set(seeds)) == STEPS * ranks, "each step and rank drops out other numbers"
 
@@ -76,24 +81,6 @@ def test_a_run_that_stops_everywhere_is_the_undisturbed_run(ranks: int, tmp_path
     reports = list(firsts[-1].numbers("training").values())
     assert 0 < reports[0]["skipped_steps"] < reports[-1]["skipped_steps"] < STEPS, "float16 overflows and recovers"
     assert len({report["loss_scale"] for report in reports}) > 2 and FIRST_SCALE > 2**16
-
-
-def switched(core_context: core.Context) -> tuple[Observed, list[Observed]]:
-    """An undisturbed run, and one that recomputes its blocks in steps 4 to 8."""
-    plain, recomputing = (
-        tiny_run(dist.get_world_size(), **GRID, activation_checkpointing=recompute) for recompute in (False, True)
-    )
-    first = observe(core_context, plain, CHECKPOINTS, stop=3)
-    second = observe(core_context, recomputing, CHECKPOINTS, stop=8, checkpoint=first.saved[-1][1])
-    third = observe(core_context, plain, CHECKPOINTS, checkpoint=second.saved[-1][1])
-    return observe(core_context, plain, CHECKPOINTS), [first, second, third]
-
-
-def test_recomputing_can_be_switched_at_a_resume(tmp_path: Path) -> None:
-    for straight, parts in on_ranks(switched, 2, tmp_path):
-        assert_same(straight, parts)
-        for part in parts[1:]:
-            assert any("changed: {'activation_checkpointing'" in message for message in part.messages)
 
 
 # ---- Elastic ----

@@ -14,7 +14,6 @@ from cluster import can_unshare
 from launch import ROOT, SCRIPT, Outcome, launch, run, start
 from observe import differences
 from processes import last_state, read_tensors, unfinished_checkpoints, whole_checkpoints
-from sabotage import sabotage
 from tiny import overrides
 
 CONFIG = ("--config", str(ROOT / "config.yaml"))
@@ -27,6 +26,25 @@ RESUME = ("--resume", "latest")
 
 def train(cwd: Path, *arguments: str, before: str = "") -> Outcome:
     return run(*CONFIG, *overrides(**JOB), *arguments, ranks=2, cwd=cwd, before=before)
+
+
+# Strikes one rank just before a call of one function.
+FAULT = """
+import itertools, os, pathlib, resource, signal, torch
+from torch.distributed.checkpoint import FileSystemWriter
+original, calls = {function}, itertools.count(1)
+def sabotaged(target, *args, **kwargs):
+    if next(calls) == {call}:
+        {action}
+    return original(target, *args, **kwargs)
+if os.environ["RANK"] == "{rank}":
+    {function} = sabotaged
+"""
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def fault(function: str, rank: int, call: int, action: str = KILL) -> str:
+    return FAULT.format(function=function, rank=rank, call=call, action=action)
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +78,14 @@ def test_a_finished_run_leaves_only_checkpoints_and_is_not_run_again(finished: P
 
 def test_killed_ranks(finished: Path, tmp_path: Path) -> None:
     """Rank 0 while it trains, the other half-way through its file, rank 0 just before the save is complete."""
-    kills = [("killed_in_backward", 0, 9), ("killed_in_write", 1, 1), ("killed_after_metadata", 0, 2)]
+    half = f"os.ftruncate(target, os.fstat(target).st_size // 2); {KILL}"
+    kills = [
+        fault("torch.Tensor.backward", 0, 9),
+        fault("os.fsync", 1, 1, half),
+        fault("pathlib.Path.write_text", 0, 2),
+    ]
     for resume, kill in zip([(), RESUME, RESUME], kills, strict=True):
-        outcome = train(tmp_path, *resume, before=sabotage(*kill))
+        outcome = train(tmp_path, *resume, before=kill)
         assert outcome.code == -signal.SIGKILL, outcome.text
     # The first ended in step 5, the second in the save of step 6, the third in that of step 9.
     whole = whole_checkpoints(tmp_path / "checkpoints")
@@ -87,7 +110,8 @@ def assert_step_6_is_not_saved(outcome: Outcome, checkpoints: Path) -> None:
 
 
 def test_one_rank_cannot_save(finished: Path, tmp_path: Path) -> None:
-    assert_step_6_is_not_saved(train(tmp_path, before=sabotage("file_too_large", 1, 2)), tmp_path / "checkpoints")
+    small = fault("FileSystemWriter.write_data", 1, 2, "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))")
+    assert_step_6_is_not_saved(train(tmp_path, before=small), tmp_path / "checkpoints")
     resume_to_the_end(tmp_path, finished)
 
 

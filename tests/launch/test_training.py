@@ -457,15 +457,9 @@ def test_two_jobs_on_one_host_learn(tmp_path: Path) -> None:
     lines = [line for line in small.text.splitlines() if line.startswith(("INFO", "  "))]
     assert max(map(len, lines)) <= 100, max(lines, key=len)
     banner = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines if line.startswith("  ")}
-    # Width 16, vocabulary 32, 2 blocks. Parameters: (32 + 16) * 16 embedded; a block 2 * 16 + 12 * 16^2 = 3104; the
-    # head 16 + 16 * 32; in all 7504. Bytes: 16 of each for weight, gradient and Adam, half of them on each rank.
-    assert banner["model"].startswith("7,504 parameters, 2 blocks of width 16")
     assert banner["ranks"] == "1 node(s) x 2" and banner["sharding"] == "1 replica(s) x 2 shard(s)"
     assert banner["precision"] == "bfloat16 (as configured)" and banner["reduction"] == "bfloat16"
-    assert banner["step"] == f"192 tokens, {192 * (6 * 7504 + 12 * 2 * 16 * 16):.3g} FLOPs"
-    assert banner["each"] == "rank   6 sequences a step, 5 at a time"
-    assert banner["memory"].startswith("0.1 MB a rank")
-    assert banner["floor"].startswith("1.386")
+    assert banner["each"] == "rank   6 sequences a step, 5 at a time" and banner["floor"].startswith("1.386")
     kinds = re.findall(r"step (\d+)/12  (loss|validation_loss|checkpoint) ", small.text)
     assert [f"{step} {kind[0]}" for step, kind in kinds] == (
         ["2 l", "4 l", "4 v", "6 l", "8 l", "8 v", "8 c", "10 l", "12 l", "12 v", "12 c"]
@@ -475,17 +469,6 @@ def test_two_jobs_on_one_host_learn(tmp_path: Path) -> None:
     assert small.text.count("first step ") == 1 and "--resume latest" in small.text
     uuids = re.findall(r"checkpoint (\S+)$", small.text, re.M)
     assert sorted(uuids[-2:]) == sorted(path.name for path in (folders["tiny"] / "checkpoints").iterdir())
-
-
-def test_long_numbers_fit_a_terminal(tmp_path: Path) -> None:
-    """Of a run of 54,000 steps on fast GPUs, of which 3 are done."""
-    driver = "import time; c = time.perf_counter; time.perf_counter = lambda: c() / 100"
-    periods = dict.fromkeys(("max_steps", "validation_period", "checkpoint_period"), 54000)
-    job = start(*CONFIG, *overrides(**periods, reporting_period=1), ranks=0, cwd=tmp_path, before=driver)
-    job.wait_for("step 9/54000")
-    job.signal(9)
-    lines = job.finish().text.splitlines()
-    assert max(map(len, lines)) <= 100 - len("54000") + 1, max(lines, key=len)
 
 
 def test_dry_run(tmp_path: Path) -> None:

@@ -11,16 +11,15 @@ import functools
 import json
 import math
 import re
-import socket
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -95,14 +94,6 @@ def check(value: Any, wanted: Any, name: str = "the body") -> None:
 
 
 @dataclass
-class Fault:
-    kind: str
-    pattern: str
-    count: float
-    seconds: float
-
-
-@dataclass
 class Row:
     """One metrics report, as a row of the master's database."""
 
@@ -133,7 +124,7 @@ class StubMaster:
     stop_step: float = math.inf
 
     state: str = "STATE_RUNNING"
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[Any] = field(default_factory=list)
     requests: list[tuple[str, Any]] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
     redelivered: list[str] = field(default_factory=list)
@@ -146,17 +137,18 @@ class StubMaster:
 
     def __enter__(self) -> StubMaster:
         self.unanswered: list[tuple[str, bytes]] = []  # processed, but the client does not know
-        self._preempted = False
+        self._preempted, self._away_until = False, 0.0
         self._changed = threading.Condition()
         self._closing = threading.Event()
-        self._server = Server(0, self)
-        self.port = self._server.server_port
-        self._server.start()
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self._server.master, self.port = self, self._server.server_port
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closing.set()
-        self._server.stop()
+        self._server.shutdown()
+        self._server.server_close()
         with self._changed:
             self._changed.notify_all()
 
@@ -188,35 +180,29 @@ class StubMaster:
     def inject(self, kind: str, pattern: str, count: float = 1, seconds: float = 0) -> None:
         """Let a fault strike the next `count` requests whose "METHOD path?query" matches `pattern`.
 
-        fail: answers 500, unprocessed. reset: closes the connection, unprocessed. delay: waits before processing.
-        away: cuts all connections and refuses new ones for some seconds.
-        drop: processes, then closes the connection without an answer. The client repeats such a request, as it does
-        what `away` cuts off. Repeats are in `redelivered`, and a metric of equal value is taken, as by the real master.
+        fail: answers 500, unprocessed. delay: waits some seconds before processing.
+        reset: closes the connection, unprocessed, and for some seconds every other one.
+        drop: processes, then closes the connection without an answer. The client repeats such a request. Repeats are in
+        `redelivered`, and a metric of equal value is taken, as by the real master.
         """
-        self.faults.append(Fault(kind, pattern, count, seconds))
-
-    def away(self, seconds: float) -> None:
-        """Cuts all connections and refuses new ones for a while."""
-        self._server.stop()
-        self._server = Server(self.port, self)
-        if not self._closing.wait(seconds):
-            self._server.start()
+        self.faults.append(SimpleNamespace(kind=kind, pattern=pattern, count=count, seconds=seconds))
 
     def serve(self, request: str, tokens: Json, raw: bytes) -> Answer | None:
         """Answers one request, "METHOD path?query"; None means that the connection is closed instead."""
         body = parse(raw)
         with self._changed:
             self.requests.append((request, body))
+            if time.monotonic() < self._away_until:
+                return None
             active = [fault for fault in self.faults if fault.count > 0 and re.search(fault.pattern, request)]
-            fault = active[0] if active else Fault("none", "", 1, 0)
+            fault = active[0] if active else SimpleNamespace(kind="none", count=1)
             fault.count -= 1
         if fault.kind == "fail":
             return error(500, "unable to connect to the database")
         if fault.kind == "delay":
             self._closing.wait(fault.seconds)
-        if fault.kind == "away":
-            self.away(fault.seconds)
-        if fault.kind in ("reset", "away"):
+        if fault.kind == "reset":
+            self._away_until = time.monotonic() + fault.seconds
             return None
         with self._changed:
             try:
@@ -339,32 +325,8 @@ class StubMaster:
 
 
 class Server(ThreadingHTTPServer):
-    """Owns its port from the start, but refuses connections until `start()`."""
-
     request_queue_size = 128
-
-    def __init__(self, port: int, master: StubMaster) -> None:
-        super().__init__(("127.0.0.1", port), Handler, bind_and_activate=False)
-        self.master = master
-        self.connections: set[socket.socket] = set()
-        self.loop = threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True)
-        self.server_bind()
-
-    def start(self) -> None:
-        self.server_activate()
-        self.loop.start()
-
-    def stop(self) -> None:
-        if self.loop.is_alive():
-            self.shutdown()
-        self.server_close()
-        for connection in list(self.connections):
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        self.connections.add(request)
-        super().process_request(request, client_address)
+    master: StubMaster
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         error = sys.exc_info()[1]

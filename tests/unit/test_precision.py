@@ -9,19 +9,17 @@ import torch
 from fsdp_train import Refusal, bfloat16_capability, choose_amp_dtype, choose_device, loss_scaler
 
 
-@pytest.mark.parametrize(
-    ("name", "capability"), [("V100", (7, 0)), ("T4", (7, 5)), ("A100", (8, 0)), ("A10", (8, 6)), ("H100", (9, 0))]
-)
-def test_dtype_by_capability(name: str, capability: tuple[int, int]) -> None:
-    auto = torch.bfloat16 if capability >= (8, 0) else torch.float16
-    assert choose_amp_dtype("auto", "cuda", capability, name) == (auto, f"auto: {name}")
-    assert choose_amp_dtype("float16", "cuda", capability, name)[0] == torch.float16
-    assert choose_amp_dtype(None, "cuda", capability, name)[0] is None
-    if auto == torch.bfloat16:
-        assert choose_amp_dtype("bfloat16", "cuda", capability, name)[0] == torch.bfloat16
-    else:
-        with pytest.raises(det.InvalidHP, match=f"amp_dtype = bfloat16 .* 8.0, not {name}: use auto or float16"):
-            choose_amp_dtype("bfloat16", "cuda", capability, name)
+def test_dtype_by_capability() -> None:
+    cases = {"V100": (7, 0), "T4": (7, 5), "A100": (8, 0), "A10": (8, 6), "H100": (9, 0)}
+    for name, capability in cases.items():
+        auto = torch.bfloat16 if capability >= (8, 0) else torch.float16
+        assert choose_amp_dtype("auto", "cuda", capability, name) == (auto, f"auto: {name}")
+        for setting, asked in (("bfloat16", torch.bfloat16), ("float16", torch.float16), (None, None)):
+            if (auto, asked) != (torch.float16, torch.bfloat16):
+                assert choose_amp_dtype(setting, "cuda", capability, name)[0] == asked
+                continue
+            with pytest.raises(det.InvalidHP, match=f"amp_dtype = bfloat16 .* 8.0, not {name}: use auto or float16"):
+                choose_amp_dtype(setting, "cuda", capability, name)
 
 
 @pytest.mark.parametrize(
@@ -40,12 +38,6 @@ def test_auto_on_a_cpu_is_what_it_multiplies(
     assert "CPU" in why and ("amp_dtype=bfloat16" in why) is (auto is None), "how to try the other"
     for setting, asked in (("bfloat16", torch.bfloat16), ("float16", torch.float16), (None, None)):
         assert choose_amp_dtype(setting, "cpu", capability, name)[0] == asked, "by name, as asked"
-
-
-def test_name_and_capability_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
-    assert bfloat16_capability(torch.device("cuda", 0)) == ((7, 5), "Tesla T4, compute capability 7.5")
 
 
 def test_fewer_gpus_than_ranks(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
